@@ -1,0 +1,164 @@
+"""Which schedule runs a problem, and why not the others.
+
+Schedules are listed in the order of preference. A call that names none takes the first that has no reason against it; a
+named one runs or raises `Unsupported` and never falls back. Forward and backward are chosen separately: what is saved
+between them (inputs, out, lse, seed) is the same for all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from torch import Tensor
+
+from onchip.errors import Unsupported
+from onchip.problem import Problem
+from onchip.schedules import dense, tiled
+
+ScheduleName = Literal["dense", "tiled"]
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """One way to compute a problem.
+
+    Attributes:
+        unsupported: reasons, one sentence each, why the problem cannot run here; empty if it can.
+        forward, backward: run inside the operators; None for a composite schedule, which torch differentiates itself.
+        pairs: pairs of (query, key) that are computed. workspace_bytes: memory beyond inputs, outputs and gradients.
+    """
+
+    name: str
+    summary: str
+    unsupported: Callable[[Problem], list[str]]
+    pairs: Callable[[Problem], int]
+    workspace_bytes: Callable[[Problem], int]
+    forward: Callable[..., tuple[Tensor, Tensor]] | None = None
+    backward: Callable[..., list[Tensor | None]] | None = None
+
+    @property
+    def composite(self) -> bool:
+        """Whether torch's autograd and transforms go through it; such a schedule never runs inside an operator."""
+        return self.forward is None
+
+
+_SCHEDULES = (
+    Schedule(
+        tiled.NAME,
+        tiled.SUMMARY,
+        tiled.unsupported,
+        tiled.pairs,
+        tiled.workspace_bytes,
+        tiled.forward,
+        tiled.backward,
+    ),
+    Schedule(dense.NAME, dense.SUMMARY, dense.unsupported, dense.pairs, dense.workspace_bytes),
+)
+
+TRANSFORMED = (
+    "inside torch.func.grad, jvp and forward-mode AD only a composite schedule runs; schedule=None takes dense there"
+)
+
+
+def schedules() -> dict[str, Schedule]:
+    """Every schedule that is present, by name, in the order of preference."""
+    return {schedule.name: schedule for schedule in _SCHEDULES}
+
+
+def check_name(name: Any) -> None:
+    """Raise unless `name` is None or names a schedule that is present."""
+    if name is not None and name not in schedules():
+        raise ValueError(f"schedule must be None or one of {', '.join(map(repr, schedules()))}, got {name!r}")
+
+
+def choose(problem: Problem, *, transformed: bool = False) -> tuple[Schedule, dict[str, list[str]]]:
+    """The schedule that runs the problem, and the reasons against each that does not.
+
+    Args:
+        transformed: the call stands under a torch.func transform that differentiates, or in forward mode.
+
+    Raises:
+        Unsupported: the named schedule, or every one, refuses.
+    """
+    chosen, reasons = None, {}
+    for schedule in _SCHEDULES:
+        why = schedule.unsupported(problem)
+        if transformed and not schedule.composite:
+            why = [*why, TRANSFORMED]
+        if not why and problem.schedule not in (None, schedule.name):
+            why = [f"schedule={problem.schedule!r} was asked for"]
+        elif not why and chosen is not None:
+            why = [f"{chosen.name} comes first"]
+        if why:
+            reasons[schedule.name] = why
+        else:
+            chosen = schedule
+    if chosen is None:
+        asked = [problem.schedule] if problem.schedule is not None else list(reasons)
+        works = next((s.name for s in _SCHEDULES if not s.unsupported(problem) and s.name not in asked), None)
+        nearest = f"schedule={works!r} or schedule=None" if works else "a smaller set of features"
+        raise Unsupported(problem.describe(), {name: reasons[name] for name in asked}, nearest)
+    return chosen, reasons
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a call would do; `print(plan)` explains it. Figures are computed when they are read.
+
+    Attributes:
+        forward, backward: names of the schedules. second_derivative: what differentiates a gradient.
+        reasons: schedule name -> why it was not chosen.
+    """
+
+    problem: Problem
+    forward: str
+    backward: str
+    second_derivative: str
+    reasons: dict[str, list[str]]
+    notes: tuple[str, ...] = ()
+
+    @property
+    def pairs(self) -> int:
+        """Pairs of (query, key) whose score the forward computes, over all sequences and query heads."""
+        return schedules()[self.forward].pairs(self.problem)
+
+    @property
+    def flops(self) -> int:
+        """Floating-point operations of the forward's two products, a multiplication and an addition counted as two."""
+        return 2 * self.pairs * (self.problem.dim_qk + self.problem.dim_v)
+
+    @property
+    def backward_flops(self) -> int:
+        """Floating-point operations of the backward's five products."""
+        return 2 * self.pairs * (3 * self.problem.dim_qk + 2 * self.problem.dim_v)
+
+    @property
+    def minimum_bytes(self) -> int:
+        """Bytes that any forward must move: each of query, key, value, out and LSE once."""
+        problem = self.problem
+        sequences = 1 if problem.layout == "packed" else problem.batch
+        rows = sequences * problem.heads_q * problem.length_q
+        columns = sequences * problem.heads_kv * problem.length_k
+        width = problem.dtype.itemsize
+        return (rows + columns) * (problem.dim_qk + problem.dim_v) * width + rows * problem.score_dtype.itemsize
+
+    @property
+    def workspace_bytes(self) -> int:
+        """Memory that the schedule takes beyond inputs, outputs and gradients."""
+        return schedules()[self.forward].workspace_bytes(self.problem)
+
+    def __str__(self) -> str:
+        lines = [
+            f"problem            {self.problem.describe()}",
+            f"forward            {self.forward}: {schedules()[self.forward].summary}",
+            f"backward           {self.backward}",
+            f"second derivative  {self.second_derivative}",
+        ]
+        lines += [f"not {name:<14} {sentence}" for name, why in self.reasons.items() for sentence in why]
+        lines += [
+            f"operations         {self.flops:.3e} forward, {self.backward_flops:.3e} backward, on {self.pairs} pairs",
+            f"bytes              {self.minimum_bytes:.3e} at least, workspace {self.workspace_bytes:.3e}",
+        ]
+        return "\n".join(lines + [f"note               {note}" for note in self.notes])

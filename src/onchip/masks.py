@@ -1,0 +1,607 @@
+"""Which pairs of query and key are visible, as values that combine with & | ~.
+
+Every mask is a function of (sequence b, query head h, query i, key j) and says three things about itself: `keep` on a tile
+of indices, `states` of many tiles at once (empty, partial, full), and how it is lowered. Functions of this module build the
+values; schedules read them through `normal_form.py` and never by class.
+"""
+
+from __future__ import annotations
+
+import operator
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import reduce
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import Tensor
+
+from onchip.functions import Traced, Untraced, by_name, trace
+from onchip.lowering import Node, Reader, Writer, kind
+from onchip.tile import Diagonal, RectGeometry, RectTile, Tile, rank4
+
+if TYPE_CHECKING:
+    from onchip.problem import Problem
+
+EMPTY, PARTIAL, FULL = 0, 1, 2
+"""States of a tile, ordered so that `&` is the minimum, `|` the maximum and `~` is 2 - state."""
+
+
+class Grid(Protocol):
+    """Tiles of block_q x block_k that cover the scores of a geometry."""
+
+    geometry: RectGeometry
+    block_q: int
+    block_k: int
+
+    def rows(self) -> tuple[Tensor, Tensor]:
+        """First and last row of each block of rows, int64 (blocks_q,)."""
+
+    def columns(self) -> tuple[Tensor, Tensor]: ...
+
+    def strips(self) -> Iterator[RectTile]:
+        """A tile of all columns for each block of rows."""
+
+
+class Mask(ABC):
+    """A set of visible pairs. Combine with `&` (both), `|` (either) and `~` (the others)."""
+
+    def __and__(self, other: Mask) -> Mask:
+        return And((*_flat(And, self), *_flat(And, _mask("&", other))))
+
+    def __or__(self, other: Mask) -> Mask:
+        return Or((*_flat(Or, self), *_flat(Or, _mask("|", other))))
+
+    def __invert__(self) -> Mask:
+        return self.part if isinstance(self, Not) else Not(self)
+
+    def __bool__(self) -> bool:
+        raise TypeError("a mask has no truth value: combine masks with & | ~ instead of and, or, not")
+
+    @abstractmethod
+    def keep(self, tile: Tile) -> Tensor:
+        """Bool, broadcasts to the tile: True where the pair is visible."""
+
+    @abstractmethod
+    def states(self, grid: Grid) -> Tensor:
+        """uint8 (batch or 1, heads or 1, blocks_q, blocks_k) of EMPTY, PARTIAL, FULL; may call a tile PARTIAL that is not."""
+
+    @abstractmethod
+    def lower(self, writer: Writer) -> str: ...
+
+    @classmethod
+    @abstractmethod
+    def read(cls, reader: Reader, *node: Node) -> Mask: ...
+
+    def check(self, problem: Problem) -> None:
+        """Raise if the mask's tensors do not fit the problem's shapes."""
+
+    def diagonals(self) -> Iterator[Diagonal]:
+        """The diagonals that the mask aligns to."""
+        return iter(())
+
+    def pair_tensors(self) -> Iterator[tuple[str, Tensor, int, int]]:
+        """Tensors over pairs, as (name, tensor, rows and columns of pairs that one entry covers)."""
+        return iter(())
+
+    def uses_function(self) -> bool:
+        """Whether the mask is, or holds, a user's function."""
+        return False
+
+
+def _mask(sign: str, value: object) -> Mask:
+    if isinstance(value, Tensor):
+        return tensor(value)
+    if not isinstance(value, Mask):
+        raise TypeError(f"{sign} combines a mask with a mask or a bool tensor, got {type(value).__name__}")
+    return value
+
+
+def _flat(cls: type, value: Mask) -> tuple[Mask, ...]:
+    return value.parts if isinstance(value, cls) else (value,)  # type: ignore[attr-defined]
+
+
+@kind("and")
+@dataclass(frozen=True, eq=False)
+class And(Mask):
+    parts: tuple[Mask, ...]
+
+    def keep(self, tile: Tile) -> Tensor:
+        return reduce(operator.and_, (part.keep(tile) for part in self.parts))
+
+    def states(self, grid: Grid) -> Tensor:
+        return reduce(torch.minimum, (part.states(grid) for part in self.parts))
+
+    def lower(self, writer: Writer) -> str:
+        return "('and'," + "".join(f"{part.lower(writer)}," for part in self.parts) + ")"
+
+    @classmethod
+    def read(cls, reader: Reader, *node: Node) -> And:
+        return cls(tuple(reader.value(part) for part in node))
+
+    def check(self, problem: Problem) -> None:
+        for part in self.parts:
+            part.check(problem)
+
+    def diagonals(self) -> Iterator[Diagonal]:
+        for part in self.parts:
+            yield from part.diagonals()
+
+    def pair_tensors(self) -> Iterator[tuple[str, Tensor, int, int]]:
+        for part in self.parts:
+            yield from part.pair_tensors()
+
+    def uses_function(self) -> bool:
+        return any(part.uses_function() for part in self.parts)
+
+
+@kind("or")
+@dataclass(frozen=True, eq=False)
+class Or(And):
+    def keep(self, tile: Tile) -> Tensor:
+        return reduce(operator.or_, (part.keep(tile) for part in self.parts))
+
+    def states(self, grid: Grid) -> Tensor:
+        return reduce(torch.maximum, (part.states(grid) for part in self.parts))
+
+    def lower(self, writer: Writer) -> str:
+        return "('or'," + "".join(f"{part.lower(writer)}," for part in self.parts) + ")"
+
+
+@kind("not")
+@dataclass(frozen=True, eq=False)
+class Not(Mask):
+    part: Mask
+
+    def keep(self, tile: Tile) -> Tensor:
+        return ~self.part.keep(tile)
+
+    def states(self, grid: Grid) -> Tensor:
+        return FULL - self.part.states(grid)
+
+    def lower(self, writer: Writer) -> str:
+        return f"('not',{self.part.lower(writer)})"
+
+    @classmethod
+    def read(cls, reader: Reader, *node: Node) -> Not:
+        return cls(reader.value(node[0]))
+
+    def check(self, problem: Problem) -> None:
+        self.part.check(problem)
+
+    def diagonals(self) -> Iterator[Diagonal]:
+        return self.part.diagonals()
+
+    def pair_tensors(self) -> Iterator[tuple[str, Tensor, int, int]]:
+        return self.part.pair_tensors()
+
+    def uses_function(self) -> bool:
+        return self.part.uses_function()
+
+
+@kind("band")
+@dataclass(frozen=True, eq=False)
+class Band(Mask):
+    """-left <= j - i - offset <= right; None is unbounded."""
+
+    left: int | None
+    right: int | None
+    diagonal: Diagonal = "bottom-right"
+
+    def keep(self, tile: Tile) -> Tensor:
+        distance = tile.column - tile.row - tile.offset(self.diagonal)
+        if self.left is None and self.right is None:
+            return torch.ones_like(distance, dtype=torch.bool)
+        if self.left is None:
+            return distance <= self.right  # type: ignore[operator]
+        keep = distance >= -self.left
+        return keep if self.right is None else keep & (distance <= self.right)
+
+    def states(self, grid: Grid) -> Tensor:
+        offset = grid.geometry.offset(self.diagonal)
+        if isinstance(offset, Tensor):
+            offset = offset.reshape(-1, 1, 1)
+        (row_first, row_last), (column_first, column_last) = grid.rows(), grid.columns()
+        nearest = column_first[None, None, :] - row_last[None, :, None] - offset
+        farthest = column_last[None, None, :] - row_first[None, :, None] - offset
+        full = torch.ones_like(nearest, dtype=torch.bool)
+        empty = ~full
+        if self.left is not None:
+            full &= nearest >= -self.left
+            empty |= farthest < -self.left
+        if self.right is not None:
+            full &= farthest <= self.right
+            empty |= nearest > self.right
+        return _state(any_kept=~empty, all_kept=full)[:, None]
+
+    def lower(self, writer: Writer) -> str:
+        return f"('band',{writer.int(self.left)},{writer.int(self.right)},{writer.diagonal(self.diagonal)})"
+
+    @classmethod
+    def read(cls, reader: Reader, *node: Node) -> Band:
+        return cls(reader.maybe_int(node[0]), reader.maybe_int(node[1]), reader.diagonal(node[2]))
+
+    def check(self, problem: Problem) -> None:
+        check_diagonal(self.diagonal, problem)
+
+    def diagonals(self) -> Iterator[Diagonal]:
+        yield self.diagonal
+
+
+@kind("keys")
+@dataclass(frozen=True, eq=False)
+class Keys(Mask):
+    kept: Tensor
+
+    def keep(self, tile: Tile) -> Tensor:
+        return tile.take_columns(self.kept)
+
+    def states(self, grid: Grid) -> Tensor:
+        kept = grid.geometry.whole().take_columns(self.kept)
+        any_kept, all_kept = _pool(kept, grid.block_k)
+        return _state(any_kept, all_kept)
+
+    def lower(self, writer: Writer) -> str:
+        return f"('keys',{writer.tensor(self.kept)})"
+
+    @classmethod
+    def read(cls, reader: Reader, *node: Node) -> Keys:
+        return cls(reader.tensor(node[0]))
+
+    def check(self, problem: Problem) -> None:
+        _check_vector("masks.keys: keep", self.kept, problem, "key")
+
+
+@kind("documents")
+@dataclass(frozen=True, eq=False)
+class Documents(Mask):
+    query_ids: Tensor
+    key_ids: Tensor
+
+    def keep(self, tile: Tile) -> Tensor:
+        return tile.take_rows(self.query_ids) == tile.take_columns(self.key_ids)
+
+    def states(self, grid: Grid) -> Tensor:
+        whole = grid.geometry.whole()
+        q_low, q_high = _extremes(whole.take_rows(self.query_ids)[:, 0, :, 0], grid.block_q)
+        k_low, k_high = _extremes(whole.take_columns(self.key_ids)[:, 0, 0, :], grid.block_k)
+        q_low, q_high, k_low, k_high = q_low[..., None], q_high[..., None], k_low[:, None], k_high[:, None]
+        meet = (q_low <= k_high) & (k_low <= q_high)
+        same = (q_low == q_high) & (k_low == k_high) & (q_low == k_low)
+        return _state(meet, same)[:, None]
+
+    def lower(self, writer: Writer) -> str:
+        return f"('documents',{writer.tensor(self.query_ids)},{writer.tensor(self.key_ids)})"
+
+    @classmethod
+    def read(cls, reader: Reader, *node: Node) -> Documents:
+        return cls(reader.tensor(node[0]), reader.tensor(node[1]))
+
+    def check(self, problem: Problem) -> None:
+        _check_vector("masks.documents: query_ids", self.query_ids, problem, "query")
+        _check_vector("masks.documents: key_ids", self.key_ids, problem, "key")
+
+
+@kind("blocks")
+@dataclass(frozen=True, eq=False)
+class Blocks(Mask):
+    kept: Tensor
+    size_q: int
+    size_k: int
+
+    def keep(self, tile: Tile) -> Tensor:
+        return tile.take_blocks(self.kept, self.size_q, self.size_k)
+
+    def states(self, grid: Grid) -> Tensor:
+        g = grid.geometry
+        kept = rank4(self.kept)
+        if kept.shape[0] > 1:
+            kept = kept[g.sequence : g.sequence + g.batch]
+        # a table of sums answers "how many kept blocks does this tile touch" for tiles of any size
+        sums = torch.nn.functional.pad(kept.to(torch.int64).cumsum(-1).cumsum(-2), (1, 0, 1, 0))
+        ranges = []
+        for (first, last), size, extent in (
+            (grid.rows(), self.size_q, kept.shape[-2]),
+            (grid.columns(), self.size_k, kept.shape[-1]),
+        ):
+            if extent == 1:
+                ranges.append((torch.zeros_like(first), torch.ones_like(first)))
+            else:
+                ranges.append((first // size, last // size + 1))
+        (top, bottom), (left, right) = ranges
+        top, bottom = top[:, None], bottom[:, None]
+        count = sums[..., bottom, right] - sums[..., top, right] - sums[..., bottom, left] + sums[..., top, left]
+        return _state(count > 0, count == (bottom - top) * (right - left))
+
+    def lower(self, writer: Writer) -> str:
+        return f"('blocks',{writer.tensor(self.kept)},{writer.int(self.size_q)},{writer.int(self.size_k)})"
+
+    @classmethod
+    def read(cls, reader: Reader, *node: Node) -> Blocks:
+        return cls(reader.tensor(node[0]), reader.int(node[1]), reader.int(node[2]))
+
+    def check(self, problem: Problem) -> None:
+        if problem.layout == "packed":
+            # the longest sequence is known on the device only: leading and head extents are what can be checked
+            check_pairs("masks.blocks: keep", self.kept, problem, None, None)
+            return
+        rows = -(-problem.length_q // self.size_q)
+        columns = -(-problem.length_k // self.size_k)
+        check_pairs("masks.blocks: keep", self.kept, problem, rows, columns, "blocks_q", "blocks_k")
+
+    def pair_tensors(self) -> Iterator[tuple[str, Tensor, int, int]]:
+        yield "masks.blocks: keep", self.kept, self.size_q, self.size_k
+
+
+@kind("tensor")
+@dataclass(frozen=True, eq=False)
+class Pairs(Mask):
+    kept: Tensor
+
+    def keep(self, tile: Tile) -> Tensor:
+        return tile.take(self.kept, "pair")
+
+    def states(self, grid: Grid) -> Tensor:
+        return _pooled_states(self, grid)
+
+    def lower(self, writer: Writer) -> str:
+        return f"('tensor',{writer.tensor(self.kept)})"
+
+    @classmethod
+    def read(cls, reader: Reader, *node: Node) -> Pairs:
+        return cls(reader.tensor(node[0]))
+
+    def check(self, problem: Problem) -> None:
+        check_pairs("masks.tensor: keep", self.kept, problem, *problem.pair_extents())
+
+    def pair_tensors(self) -> Iterator[tuple[str, Tensor, int, int]]:
+        yield "masks.tensor: keep", self.kept, 1, 1
+
+
+@kind("predicate")
+@dataclass(frozen=True, eq=False)
+class Predicate(Mask):
+    function: Traced | Untraced
+
+    def keep(self, tile: Tile) -> Tensor:
+        return self.function(tile.batch, tile.head, tile.row, tile.column)
+
+    def states(self, grid: Grid) -> Tensor:
+        return _pooled_states(self, grid)
+
+    def lower(self, writer: Writer) -> str:
+        captured = "".join(f"{writer.tensor(value)}," for value in self.function.tensors)
+        return f"('predicate','{self.function.name}',({captured}))"
+
+    @classmethod
+    def read(cls, reader: Reader, *node: Node) -> Predicate:
+        return cls(by_name(node[0], tuple(reader.tensor(place) for place in node[1])))
+
+    def uses_function(self) -> bool:
+        return True
+
+
+# Building values -------------------------------------------------------------------------------------------------------
+
+
+def causal(diagonal: Diagonal = "bottom-right") -> Mask:
+    """A query sees the keys up to its diagonal: `j <= i + offset`.
+
+    Args:
+        diagonal: "bottom-right" (offset length_k - length_q: the last query sees the last key), "top-left" (offset 0,
+            what `F.scaled_dot_product_attention(is_causal=True)` means), an int offset, or an int tensor (batch,).
+    """
+    return Band(None, 0, _diagonal(diagonal))
+
+
+def window(left: int | None, right: int | None, diagonal: Diagonal = "bottom-right") -> Mask:
+    """A query sees `left` keys before its diagonal, the diagonal, and `right` keys after it, both inclusive.
+
+    `window(w - 1, 0)` lets every query see w keys. None is unbounded.
+
+    Raises:
+        TypeError: a side is not an int.
+        ValueError: a side is negative.
+    """
+    return Band(_side("left", left), _side("right", right), _diagonal(diagonal))
+
+
+def keys(keep: Tensor) -> Mask:
+    """Hide keys from every query of their sequence: padding.
+
+    Args:
+        keep: bool, (batch, length_k) or (length_k,); packed: (tokens_k,). True is visible.
+    """
+    _bool("masks.keys: keep", keep)
+    return Keys(keep)
+
+
+def documents(query_ids: Tensor, key_ids: Tensor | None = None) -> Mask:
+    """A query sees the keys of its own document.
+
+    Args:
+        query_ids: int, (batch, length_q) or (length_q,); packed: (tokens_q,).
+        key_ids: the same for keys; None means query_ids.
+    """
+    key_ids = query_ids if key_ids is None else key_ids
+    for name, ids in (("query_ids", query_ids), ("key_ids", key_ids)):
+        if not isinstance(ids, Tensor) or ids.dtype not in (torch.int32, torch.int64):
+            raise TypeError(f"masks.documents: {name} must be an int32 or int64 tensor, got {_describe(ids)}")
+    return Documents(query_ids, key_ids)
+
+
+def blocks(keep: Tensor, size: int | tuple[int, int] = 128) -> Mask:
+    """Block-sparse attention: keep or hide whole blocks of pairs.
+
+    Args:
+        keep: bool, rank 2 to 4, broadcastable to (batch, heads_q, ceil(length_q / size_q), ceil(length_k / size_k)).
+        size: rows and columns of a block, one int or (size_q, size_k).
+    """
+    _bool("masks.blocks: keep", keep)
+    if not 2 <= keep.dim() <= 4:
+        raise ValueError(f"masks.blocks: keep must have rank 2 to 4, got shape {tuple(keep.shape)}")
+    size_q, size_k = (size, size) if isinstance(size, int) else size
+    if size_q < 1 or size_k < 1:
+        raise ValueError(f"masks.blocks: size must be positive, got {size}")
+    return Blocks(keep, size_q, size_k)
+
+
+def tensor(keep: Tensor) -> Mask:
+    """Any mask, pair by pair.
+
+    Args:
+        keep: bool, broadcastable to (batch, heads_q, length_q, length_k). True is visible. Additive masks are
+            `scores.bias`.
+    """
+    _bool("masks.tensor: keep", keep)
+    if keep.dim() > 4:
+        raise ValueError(f"masks.tensor: keep must have at most rank 4, got shape {tuple(keep.shape)}")
+    return Pairs(keep)
+
+
+def predicate(fn: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]) -> Mask:
+    """A mask by formula: `fn(b, h, i, j)` says whether query i of sequence b and head h sees key j.
+
+    Args:
+        fn: plain torch on four int64 index tensors that broadcast against each other; returns bool. It may close over
+            tensors. It is traced once; build the value outside of compiled regions.
+
+    Raises:
+        TypeError, ValueError: fn is not elementwise torch, or returns something else.
+        RuntimeError: built inside a region that torch.compile traces.
+    """
+    return Predicate(trace(fn, takes_score=False))
+
+
+def every(parts: Sequence[Mask]) -> Mask:
+    """The intersection of one or more masks."""
+    return reduce(operator.and_, parts)
+
+
+# Shared checks ---------------------------------------------------------------------------------------------------------
+
+
+def _describe(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"a {value.dtype} tensor of shape {tuple(value.shape)}"
+    return f"{type(value).__name__} {value!r}"
+
+
+def _bool(name: str, value: Any) -> None:
+    if not isinstance(value, Tensor) or value.dtype != torch.bool:
+        hint = (
+            "; an additive float mask is scores.bias(tensor)" if isinstance(value, Tensor) and value.is_floating_point() else ""
+        )
+        raise TypeError(f"{name} must be a bool tensor (True is visible), got {_describe(value)}{hint}")
+
+
+def _side(name: str, value: Any) -> int | None:
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int | torch.SymInt):
+        raise TypeError(f"window: {name} must be an int or None (unbounded), got {_describe(value)}")
+    if value < 0:
+        raise ValueError(f"window: {name} must be at least 0, or None for unbounded, got {value}")
+    return value  # type: ignore[return-value]
+
+
+def _diagonal(value: Any) -> Diagonal:
+    if isinstance(value, str):
+        if value not in ("bottom-right", "top-left"):
+            raise ValueError(
+                f"diagonal must be 'bottom-right', 'top-left', an int or an int tensor (batch,), got {value!r}"
+            )
+    elif isinstance(value, Tensor):
+        if value.dtype not in (torch.int32, torch.int64) or value.dim() != 1:
+            raise TypeError(f"a diagonal tensor must be int32 or int64 of shape (batch,), got {_describe(value)}")
+    elif isinstance(value, bool) or not isinstance(value, int | torch.SymInt):
+        raise TypeError(
+            f"diagonal must be 'bottom-right', 'top-left', an int or an int tensor (batch,), got {_describe(value)}"
+        )
+    return value  # type: ignore[no-any-return]
+
+
+def check_diagonal(diagonal: Diagonal, problem: Problem) -> None:
+    if isinstance(diagonal, Tensor):
+        problem.check_device("diagonal", diagonal)
+        if diagonal.shape[0] != problem.batch:
+            raise ValueError(
+                f"a diagonal tensor must have one entry for each sequence: got {diagonal.shape[0]}, batch is {problem.batch}"
+            )
+
+
+def check_pairs(
+    name: str,
+    value: Tensor,
+    problem: Problem,
+    rows: int | None,
+    columns: int | None,
+    row_name: str = "length_q",
+    column_name: str = "length_k",
+) -> None:
+    """The tensor must broadcast to (batch, heads_q, rows, columns); None leaves an extent to the values."""
+    problem.check_device(name, value)
+    wanted = (problem.batch, problem.heads_q, rows, columns)[4 - value.dim() :] if value.dim() else ()
+    fits = value.dim() <= 4 and all(
+        want is None or have == want or have == 1 for have, want in zip(value.shape, wanted, strict=True)
+    )
+    if not fits:
+        shown = tuple(column if want is None else want for want, column in zip(
+            (problem.batch, problem.heads_q, rows, columns), ("batch", "heads_q", row_name, column_name), strict=True))
+        raise ValueError(
+            f"{name} must broadcast to (batch, heads_q, {row_name}, {column_name}) = {shown}, got {tuple(value.shape)}"
+        )
+
+
+def _check_vector(name: str, value: Tensor, problem: Problem, side: str) -> None:
+    problem.check_device(name, value)
+    extent = problem.length_q if side == "query" else problem.length_k
+    if problem.layout == "packed":
+        if value.dim() != 1 or value.shape[0] != extent:
+            raise ValueError(f"{name} must have one entry for each {side} token, ({extent},), got {tuple(value.shape)}")
+        return
+    if value.dim() not in (1, 2) or value.shape[-1] != extent or (value.dim() == 2 and value.shape[0] not in (1, problem.batch)):
+        raise ValueError(
+            f"{name} must be (batch, length) = ({problem.batch}, {extent}) or ({extent},), got {tuple(value.shape)}"
+        )
+
+
+# States of tiles -------------------------------------------------------------------------------------------------------
+
+
+def _state(any_kept: Tensor, all_kept: Tensor) -> Tensor:
+    return any_kept.to(torch.uint8) + (any_kept & all_kept).to(torch.uint8)
+
+
+def _pool(kept: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    """Any and all over blocks of the last dimension; a short last block counts what it has."""
+    count = kept.shape[-1]
+    padding = -count % size
+    if padding == 0:
+        parts = kept.unflatten(-1, (count // size, size))
+        return parts.any(-1), parts.all(-1)
+    any_kept = torch.nn.functional.pad(kept, (0, padding), value=False)
+    all_kept = torch.nn.functional.pad(kept, (0, padding), value=True)
+    blocks_count = (count + padding) // size
+    return any_kept.unflatten(-1, (blocks_count, size)).any(-1), all_kept.unflatten(-1, (blocks_count, size)).all(-1)
+
+
+def _extremes(ids: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    """Smallest and largest id of each block, (batch or 1, blocks)."""
+    padding = -ids.shape[-1] % size
+    if padding:
+        ids = torch.cat([ids, ids[:, -1:].expand(-1, padding)], dim=-1)
+    parts = ids.unflatten(-1, (ids.shape[-1] // size, size))
+    return parts.amin(-1), parts.amax(-1)
+
+
+def _pooled_states(mask: Mask, grid: Grid) -> Tensor:
+    """Evaluate the mask one strip of rows at a time: memory is linear in the length."""
+    strips = []
+    for tile in grid.strips():
+        kept = mask.keep(tile)
+        kept = kept.expand(*kept.shape[:3], tile.column.shape[-1])
+        any_kept, all_kept = _pool(kept.any(-2), grid.block_k)[0], _pool(kept.all(-2), grid.block_k)[1]
+        strips.append(_state(any_kept, all_kept))
+    return torch.stack(strips, dim=2)

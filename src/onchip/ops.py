@@ -1,0 +1,372 @@
+"""The operators `onchip::attention` and `onchip::attention_backward`: schema, fake kernels, autograd, vmap.
+
+A call travels as (query, key, value, tensors, spec, ints, floats) (lowering.py). Inside, the problem is lifted, its values
+are checked where they can be read, and a schedule runs. Registration is by hand rather than by `torch.library.custom_op`,
+which costs twice as much per call and breaks `torch.func`.
+
+    attention            Autograd key -> _Attention          -> attention_backward
+    attention_backward   Autograd key -> _AttentionBackward  -> the total derivative of dense
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from onchip import dispatch
+from onchip.problem import Problem
+from onchip.schedules import dense
+from onchip.strides import empty_ordered
+
+_CHECKED: ContextVar[bool] = ContextVar("onchip_checked", default=False)
+
+_LIBRARY = torch.library.Library("onchip", "DEF")
+_LIBRARY.define(
+    "attention(Tensor query, Tensor key, Tensor value, Tensor[] tensors, str spec, SymInt[] ints, float[] floats)"
+    " -> (Tensor out, Tensor lse)"
+)
+_LIBRARY.define(
+    "attention_backward(Tensor? grad_out, Tensor? grad_lse, Tensor query, Tensor key, Tensor value, Tensor out, Tensor lse,"
+    " Tensor[] tensors, str spec, SymInt[] ints, float[] floats, bool[] needs) -> Tensor[]"
+)
+
+_attention = torch.ops.onchip.attention.default
+_attention_backward = torch.ops.onchip.attention_backward.default
+
+
+@contextmanager
+def checked() -> Iterator[None]:
+    """Inside, values that stand on a GPU (cu_seqlens, lengths) are validated as they are on a CPU.
+
+    Each call then waits for the device. Without it kernels never read out of bounds, but a wrong length gives a wrong
+    result instead of an error.
+    """
+    token = _CHECKED.set(True)
+    try:
+        yield
+    finally:
+        _CHECKED.reset(token)
+
+
+def check_values(problem: Problem) -> None:
+    """Validate lengths and offsets where they can be read for free, or on request."""
+    if problem.device.type == "cpu" or _CHECKED.get():
+        problem.check_values()
+
+
+# Kernels ---------------------------------------------------------------------------------------------------------------
+
+
+def _forward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    tensors: Sequence[Tensor],
+    spec: str,
+    ints: Sequence[int],
+    floats: Sequence[float],
+) -> tuple[Tensor, Tensor]:
+    problem = Problem.lift(query, key, value, tensors, spec, ints, floats)
+    check_values(problem)
+    schedule, _ = dispatch.choose(problem)
+    assert schedule.forward is not None, "a composite schedule does not run inside an operator"
+    return schedule.forward(problem, query, key, value)
+
+
+def _backward(
+    grad_out: Tensor | None,
+    grad_lse: Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    tensors: Sequence[Tensor],
+    spec: str,
+    ints: Sequence[int],
+    floats: Sequence[float],
+    needs: Sequence[bool],
+) -> list[Tensor]:
+    problem = Problem.lift(query, key, value, tensors, spec, ints, floats)
+    schedule, _ = dispatch.choose(problem)
+    assert schedule.backward is not None, "a composite schedule does not run inside an operator"
+    gradients = schedule.backward(problem, grad_out, grad_lse, query, key, value, out, lse, tensors, needs)
+    return [gradient for gradient in gradients if gradient is not None]
+
+
+def _forward_fake(
+    query: Tensor, key: Tensor, value: Tensor, tensors: Any, spec: str, ints: Any, floats: Any
+) -> tuple[Tensor, Tensor]:
+    packed = spec.startswith("('packed'")
+    out = empty_ordered((*query.shape[:-1], value.shape[-1]), query, query.dtype)
+    lse_shape = (query.shape[1], query.shape[0]) if packed else query.shape[:-1]
+    dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
+    return out, query.new_empty(lse_shape, dtype=dtype)
+
+
+def _backward_fake(
+    grad_out: Any,
+    grad_lse: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Any,
+    lse: Any,
+    tensors: Sequence[Tensor],
+    spec: Any,
+    ints: Any,
+    floats: Any,
+    needs: Sequence[bool],
+) -> list[Tensor]:
+    return [
+        torch.empty_like(tensor) for tensor, need in zip((query, key, value, *tensors), needs, strict=True) if need
+    ]
+
+
+# Autograd --------------------------------------------------------------------------------------------------------------
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, rest: tuple[Any, ...], *tensors: Tensor) -> Any:
+        with torch._C._AutoDispatchBelowAutograd():
+            out, lse = _attention(query, key, value, list(tensors), *rest)
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(query, key, value, out, lse, *tensors)
+        ctx.rest = rest
+        return out, lse
+
+    @staticmethod
+    def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> Any:
+        query, key, value, out, lse, *tensors = ctx.saved_tensors
+        needs = [*ctx.needs_input_grad[:3], *ctx.needs_input_grad[4:]]
+        if (grad_out is None and grad_lse is None) or not any(needs):
+            return (None,) * (4 + len(tensors))
+        found = iter(
+            _attention_backward(grad_out, grad_lse, query, key, value, out, lse, tensors, *ctx.rest, needs)
+        )
+        gradients = [next(found) if need else None for need in needs]
+        return (*gradients[:3], None, *gradients[3:])
+
+
+class _AttentionBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        grad_out: Tensor | None,
+        grad_lse: Tensor | None,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        rest: tuple[Any, ...],
+        needs: list[bool],
+        *tensors: Tensor,
+    ) -> Any:
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(grad_out, grad_lse, query, key, value, *tensors)
+        ctx.rest, ctx.needs = rest, needs
+        with torch._C._AutoDispatchBelowAutograd():
+            return tuple(
+                _attention_backward(grad_out, grad_lse, query, key, value, out, lse, list(tensors), *rest, needs)
+            )
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> Any:
+        grad_out, grad_lse, *inputs = ctx.saved_tensors
+        found = _second_derivative(grad_out, grad_lse, inputs, ctx.rest, ctx.needs, gradients)
+        return (*found[:5], None, None, None, None, *found[5:])
+
+
+def _second_derivative(
+    grad_out: Tensor | None,
+    grad_lse: Tensor | None,
+    inputs: Sequence[Tensor],
+    rest: tuple[Any, ...],
+    needs: Sequence[bool],
+    gradients: Sequence[Tensor | None],
+) -> list[Tensor | None]:
+    """Derivatives of sum(gradient * input's gradient) by (grad_out, grad_lse, *inputs): the total derivative of dense.
+
+    Out and LSE are functions of the inputs, so nothing is due to them as saved tensors.
+    """
+    again = torch.is_grad_enabled()
+    with torch.enable_grad():
+        # a third derivative goes on through this graph; otherwise it ends here
+        variables = [
+            tensor if tensor is None or not tensor.is_floating_point() or (again and tensor.requires_grad)
+            else tensor.detach().requires_grad_()
+            for tensor in (grad_out, grad_lse, *inputs)
+        ]  # fmt: skip
+        grads, (query, key, value, *tensors) = variables[:2], variables[2:]
+        out, lse = composite(Problem.lift(query, key, value, tensors, *rest), query, key, value)
+        due = [(result, grad) for result, grad in zip((out, lse), grads, strict=True) if grad is not None]
+        wanted = [tensor for tensor, need in zip(variables[2:], needs, strict=True) if need]
+        first = torch.autograd.grad(
+            [result for result, _ in due], wanted, [grad for _, grad in due], create_graph=True, allow_unused=True
+        )
+        total = sum(
+            (one * other).sum()
+            for one, other in zip(first, gradients, strict=True)
+            if one is not None and other is not None
+        )
+        places = [place for place, tensor in enumerate(variables) if tensor is not None and tensor.requires_grad]
+        found: list[Tensor | None] = [None] * len(variables)
+        if isinstance(total, Tensor) and total.requires_grad:
+            second = torch.autograd.grad(
+                total, [variables[place] for place in places], create_graph=again, allow_unused=True
+            )
+            for place, gradient in zip(places, second, strict=True):
+                found[place] = gradient
+    return found
+
+
+def _forward_autograd(
+    query: Tensor, key: Tensor, value: Tensor, tensors: list[Tensor], spec: str, ints: Any, floats: Any
+) -> Any:
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (query, key, value, *tensors)):
+        return _Attention.apply(query, key, value, (spec, ints, floats), *tensors)
+    with torch._C._AutoDispatchBelowAutograd():
+        return _attention(query, key, value, tensors, spec, ints, floats)
+
+
+def _backward_autograd(
+    grad_out: Tensor | None,
+    grad_lse: Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    tensors: list[Tensor],
+    spec: str,
+    ints: Any,
+    floats: Any,
+    needs: list[bool],
+) -> list[Tensor]:
+    rest = (spec, ints, floats)
+    variables = [tensor for tensor in (grad_out, grad_lse, query, key, value, *tensors) if tensor is not None]
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in variables):
+        return list(
+            _AttentionBackward.apply(grad_out, grad_lse, query, key, value, out, lse, rest, needs, *tensors)
+        )
+    with torch._C._AutoDispatchBelowAutograd():
+        return _attention_backward(grad_out, grad_lse, query, key, value, out, lse, tensors, *rest, needs)
+
+
+# vmap ------------------------------------------------------------------------------------------------------------------
+
+
+def _forward_vmap(
+    info: Any,
+    in_dims: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    tensors: list[Tensor],
+    spec: str,
+    ints: Any,
+    floats: Any,
+) -> Any:
+    """Fold the mapped dimension into the batch; what depends on the sequence's number goes one example at a time."""
+    count, inputs = info.batch_size, (query, key, value)
+    if spec.startswith("('dense'") and not tensors:
+        folded = [_fold(tensor, place, count) for tensor, place in zip(inputs, in_dims[:3], strict=True)]
+        results = _attention(*folded, tensors, spec, ints, floats)
+        return tuple(result.unflatten(0, (count, -1)) for result in results), (0, 0)
+    examples = [
+        _attention(
+            *(_example(tensor, place, number) for tensor, place in zip(inputs, in_dims[:3], strict=True)),
+            [_example(tensor, place, number) for tensor, place in zip(tensors, in_dims[3], strict=True)],
+            spec,
+            ints,
+            floats,
+        )
+        for number in range(count)
+    ]
+    return tuple(torch.stack(results) for results in zip(*examples, strict=True)), (0, 0)
+
+
+def _backward_vmap(info: Any, in_dims: Any, *arguments: Any) -> Any:
+    examples = []
+    for number in range(info.batch_size):
+        taken = [
+            [_example(item, each, number) for item, each in zip(argument, place, strict=True)]
+            if isinstance(argument, list) and argument and isinstance(argument[0], Tensor)
+            else _example(argument, place, number)
+            for argument, place in zip(arguments, in_dims, strict=True)
+        ]
+        examples.append(_attention_backward(*taken))
+    stacked = [torch.stack(results) for results in zip(*examples, strict=True)]
+    return stacked, [0] * len(stacked)
+
+
+def _fold(tensor: Tensor, place: int | None, count: int) -> Tensor:
+    moved = tensor.expand(count, *tensor.shape) if place is None else tensor.movedim(place, 0)
+    return moved.flatten(0, 1)
+
+
+def _example(value: Any, place: Any, number: int) -> Any:
+    return value.select(place, number) if isinstance(value, Tensor) and isinstance(place, int) else value
+
+
+# Registration ----------------------------------------------------------------------------------------------------------
+
+_LIBRARY.impl("attention", _forward, "CompositeExplicitAutograd")
+_LIBRARY.impl("attention_backward", _backward, "CompositeExplicitAutograd")
+_LIBRARY.impl("attention", _forward_autograd, "Autograd")
+_LIBRARY.impl("attention_backward", _backward_autograd, "Autograd")
+torch.library.register_fake("onchip::attention", _forward_fake, lib=_LIBRARY)
+torch.library.register_fake("onchip::attention_backward", _backward_fake, lib=_LIBRARY)
+torch.library.register_vmap("onchip::attention", _forward_vmap, lib=_LIBRARY)
+torch.library.register_vmap("onchip::attention_backward", _backward_vmap, lib=_LIBRARY)
+
+
+# Running a problem -----------------------------------------------------------------------------------------------------
+
+
+def run(problem: Problem, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """Output and LSE of a problem, by the operator or, where torch must differentiate it itself, as composite torch."""
+    transformed = _transformed()
+    if problem.schedule is None and not transformed:
+        return _attention(query, key, value, *problem.lower())
+    schedule, _ = dispatch.choose(problem, transformed=transformed)
+    if schedule.composite:
+        return composite(problem, query, key, value)
+    return _attention(query, key, value, *problem.lower())
+
+
+def composite(problem: Problem, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """Output and LSE by dense torch, which autograd and every transform go through."""
+    reads = not torch.compiler.is_compiling() and problem.device.type == "cpu" and not _mapped()
+    if reads:
+        check_values(problem)
+    return dense.attend(problem, query, key, value, reads=reads)
+
+
+def _mapped() -> bool:
+    """Whether a torch.func transform is active."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def _transformed() -> bool:
+    """Whether a torch.func transform differentiates, or forward-mode AD is on: the operator has no rule for these."""
+    if torch.compiler.is_compiling():
+        return False
+    if torch.autograd.forward_ad._current_level >= 0:
+        return True
+    stack = torch._C._functorch.get_interpreter_stack()
+    return stack is not None and any(layer.key() != torch._C._functorch.TransformType.Vmap for layer in stack)
+
+
+def plan(problem: Problem, notes: tuple[str, ...]) -> dispatch.Plan:
+    """What `run` would do; the values of lengths and offsets are checked as in a call."""
+    check_values(problem)
+    schedule, reasons = dispatch.choose(problem, transformed=_transformed())
+    return dispatch.Plan(problem, schedule.name, schedule.name, dense.NAME, reasons, notes)

@@ -1,0 +1,1 @@
+"""How a problem is computed. Each module holds one schedule; `onchip.dispatch` lists them."""

@@ -1,0 +1,114 @@
+"""Dense attention: the definition, with every score in memory. The reference, and the source of second derivatives.
+
+    s = scale * query @ key^T, changed by the score values, minus infinity where hidden
+    out = softmax(s) @ value        lse = log(sum(exp(s)))
+
+It is composite torch: autograd, torch.func transforms and forward mode go through it, twice if need be. Scores are float32
+(float64 for float64). Memory is (batch, heads, length_q, length_k); a packed batch counts as one square of all its tokens.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from onchip import philox
+from onchip.problem import Problem
+from onchip.products import PairProduct, WeightedSum, tame
+from onchip.scores import hidden, sink_of, steps, taken
+from onchip.tile import per_head
+
+NAME = "dense"
+SUMMARY = "the definition: every score in memory, any device, differentiable any number of times"
+
+
+def unsupported(problem: Problem) -> list[str]:
+    """Reasons why this schedule cannot run the problem: none."""
+    return []
+
+
+def workspace_bytes(problem: Problem) -> int:
+    """Scores and weights of all pairs, and one byte a pair for the mask."""
+    return pairs(problem) * (2 * problem.score_dtype.itemsize + 1)
+
+
+def pairs(problem: Problem) -> int:
+    """Pairs of (query, key) whose score is computed, over all sequences and query heads: every one."""
+    batch = 1 if problem.layout == "packed" else problem.batch
+    return batch * problem.heads_q * problem.length_q * problem.length_k
+
+
+def attend(problem: Problem, query: Tensor, key: Tensor, value: Tensor, *, reads: bool) -> tuple[Tensor, Tensor]:
+    """Output and LSE in the problem's layout, differentiable.
+
+    Args:
+        reads: whether values may be read on the host; if not, the products that never mix hidden values in are used
+            without asking whether they are needed.
+    """
+    tile = problem.geometry().whole()
+    keep = problem.keep(tile)
+    q, k, v = (_square(tensor, problem).to(problem.score_dtype) for tensor in (query, key, value))
+    k, v = _repeat(k, problem.group), _repeat(v, problem.group)
+    masks = hidden(problem.scores, tile)
+    if masks is not None:
+        keep = ~masks if keep is None else keep & ~masks
+    # with gradients on, a gradient that comes later may hold NaN where nothing is seen
+    careful = keep is not None and (torch.is_grad_enabled() or not reads or not tame(q, k, problem.scale, v))
+
+    q = q * problem.scale
+    score = PairProduct.apply(q, k, _full(keep, q, k)) if careful else q @ k.mT
+    for step in steps(problem.scores):
+        score = step.apply(score, tile, taken(step, tile))
+    if keep is not None:
+        score = torch.where(keep, score, -math.inf)
+
+    seen = score != -math.inf
+    alive = seen.any(-1, keepdim=True)
+    sink = sink_of(problem.scores)
+    sink = None if sink is None else per_head(sink).to(score.dtype)
+    maximum = _maximum(score, sink)
+    weight = torch.exp(score - maximum)
+    total = weight.sum(-1, keepdim=True)
+    if sink is not None:
+        total = total + torch.exp(sink - maximum)
+    counted = alive if sink is None else alive | (sink != -math.inf)
+    total = torch.where(counted, total, 1.0)
+    lse = torch.where(counted, maximum + torch.log(total), -math.inf).squeeze(-1)
+    weight = weight / total
+
+    dropout = problem.dropout_keep(tile)
+    if dropout is not None:
+        weight = weight * (dropout * philox.kept_scale(problem.dropout_p))
+    out = WeightedSum.apply(weight, v, seen) if careful else weight @ v
+    out = torch.where(alive, out, 0.0).to(query.dtype)
+    if problem.layout == "packed":
+        return out[0].transpose(0, 1), lse[0]
+    return out, lse
+
+
+def _square(tensor: Tensor, problem: Problem) -> Tensor:
+    """(batch, heads, length, dim); a packed tensor as one sequence."""
+    return tensor.transpose(0, 1)[None] if problem.layout == "packed" else tensor
+
+
+def _repeat(tensor: Tensor, group: int) -> Tensor:
+    return tensor if group == 1 else tensor.repeat_interleave(group, dim=1)
+
+
+def _full(keep: Tensor | None, q: Tensor, k: Tensor) -> Tensor:
+    assert keep is not None
+    return keep.expand(*q.shape[:-1], k.shape[-2])
+
+
+def _maximum(score: Tensor, sink: Tensor | None) -> Tensor:
+    """What to subtract from each row: any number gives the same result, the largest score the best one."""
+    score = score.detach()
+    if score.shape[-1] == 0:
+        maximum = torch.full_like(score.sum(-1, keepdim=True), -math.inf)
+    else:
+        maximum = score.amax(-1, keepdim=True)
+    if sink is not None:
+        maximum = torch.maximum(maximum, sink.detach())
+    return torch.where(maximum == -math.inf, 0.0, maximum)
