@@ -369,11 +369,13 @@ def _bind(
     dropout_p = check_number("dropout_p", dropout_p, 0.0, 1.0, "a number in [0, 1)")
     if scale is None:
         scale = query.shape[-1] ** -0.5
+    else:
+        scale = check_number("scale", scale, -math.inf, math.inf, "a finite number")
     problem = Problem(
         **layout_shape(layout, query, key, value, cu_seqlens_query),
         mask=_mask(causal, window, mask),
         scores=ordered(score),
-        scale=check_number("scale", scale, -math.inf, math.inf, "a finite number"),
+        scale=scale,
         dropout_p=dropout_p,
         seed=_seed(dropout_p, dropout_seed, device),
         cu_seqlens_query=cu_seqlens_query,

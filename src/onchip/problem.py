@@ -313,7 +313,7 @@ def check_number(name: str, value: Any, low: float, high: float, accepted: str) 
     """
     if isinstance(value, bool) or not isinstance(value, int | float | torch.SymFloat | torch.SymInt):
         raise TypeError(f"{name} must be {accepted}, got {type(value).__name__}")
-    if isinstance(value, int | float) and not (math.isfinite(value) and low <= value < high):
+    if not (low <= value < high and abs(value) < math.inf):
         raise ValueError(f"{name} must be {accepted}, got {value}")
     return value  # type: ignore[return-value]
 

@@ -44,7 +44,7 @@ def weighted_sum(weights: Tensor, values: Tensor, seen: Tensor) -> Tensor:
 
 
 class WeightedSum(torch.autograd.Function):
-    """`weighted_sum` for autograd, its transforms and its second derivative."""
+    """`weighted_sum` for autograd, vmap and its second derivative."""
 
     generate_vmap_rule = True
 
@@ -60,18 +60,11 @@ class WeightedSum(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
         weights, values, seen = ctx.saved_tensors
-        # a broadcast `seen` cannot be transposed
-        seen = seen.expand(weights.shape)
         return (
             PairProduct.apply(gradient, values, seen),
             WeightedSum.apply(weights.mT, gradient, seen.mT),
             None,
         )
-
-    @staticmethod
-    def jvp(ctx: Any, weights_tangent: Tensor, values_tangent: Tensor, _: None) -> Tensor:
-        weights, values, seen = ctx.saved_tensors
-        return WeightedSum.apply(weights_tangent, values, seen) + WeightedSum.apply(weights, values_tangent, seen)
 
 
 class PairProduct(torch.autograd.Function):
@@ -91,10 +84,42 @@ class PairProduct(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
         left, right, seen = ctx.saved_tensors
-        seen = seen.expand(gradient.shape)
         return WeightedSum.apply(gradient, right, seen), WeightedSum.apply(gradient.mT, left, seen.mT), None
+
+
+class WeightedSumTangent(WeightedSum):
+    """`WeightedSum` with forward mode, which torch.compile does not accept in a Function."""
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
+        weights, values, seen = ctx.saved_tensors
+        return (
+            PairProductTangent.apply(gradient, values, seen),
+            WeightedSumTangent.apply(weights.mT, gradient, seen.mT),
+            None,
+        )
+
+    @staticmethod
+    def jvp(ctx: Any, weights_tangent: Tensor, values_tangent: Tensor, _: None) -> Tensor:
+        weights, values, seen = ctx.saved_tensors
+        return WeightedSumTangent.apply(weights_tangent, values, seen) + WeightedSumTangent.apply(
+            weights, values_tangent, seen
+        )
+
+
+class PairProductTangent(PairProduct):
+    """`PairProduct` with forward mode, which torch.compile does not accept in a Function."""
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
+        left, right, seen = ctx.saved_tensors
+        return (
+            WeightedSumTangent.apply(gradient, right, seen),
+            WeightedSumTangent.apply(gradient.mT, left, seen.mT),
+            None,
+        )
 
     @staticmethod
     def jvp(ctx: Any, left_tangent: Tensor, right_tangent: Tensor, _: None) -> Tensor:
         left, right, seen = ctx.saved_tensors
-        return PairProduct.apply(left_tangent, right, seen) + PairProduct.apply(left, right_tangent, seen)
+        return PairProductTangent.apply(left_tangent, right, seen) + PairProductTangent.apply(left, right_tangent, seen)

@@ -9,7 +9,6 @@ matter. Masks and scores are written once against `Tile` and so mean the same on
 
 from __future__ import annotations
 
-from functools import cached_property
 from typing import Literal, Protocol
 
 import torch
@@ -117,20 +116,20 @@ class RectTile:
         self._batch, self._heads, self._rows, self._columns = batch, heads, rows, columns
         self.column_start = 0 if columns.stop is None else columns.start
 
-    @cached_property
+    @property
     def batch(self) -> Tensor:
         g = self._geometry
         return (_span(self._batch, g.batch, g.device) + g.sequence).reshape(-1, 1, 1, 1)
 
-    @cached_property
+    @property
     def head(self) -> Tensor:
         return _span(self._heads, self._geometry.heads, self._geometry.device).reshape(1, -1, 1, 1)
 
-    @cached_property
+    @property
     def row(self) -> Tensor:
         return _span(self._rows, self._geometry.rows, self._geometry.device).reshape(1, 1, -1, 1)
 
-    @cached_property
+    @property
     def column(self) -> Tensor:
         return _span(self._columns, self._geometry.columns, self._geometry.device).reshape(1, 1, 1, -1)
 

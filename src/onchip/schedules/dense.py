@@ -16,7 +16,7 @@ from torch import Tensor
 
 from onchip import philox
 from onchip.problem import Problem
-from onchip.products import PairProduct, WeightedSum, tame
+from onchip.products import PairProduct, PairProductTangent, WeightedSum, WeightedSumTangent, tame
 from onchip.scores import hidden, sink_of, steps, taken
 from onchip.tile import per_head
 
@@ -57,8 +57,14 @@ def attend(problem: Problem, query: Tensor, key: Tensor, value: Tensor, *, reads
     # with gradients on, a gradient that comes later may hold NaN where nothing is seen
     careful = keep is not None and (torch.is_grad_enabled() or not reads or not tame(q, k, problem.scale, v))
 
+    compiling = torch.compiler.is_compiling()
+
     q = q * problem.scale
-    score = PairProduct.apply(q, k, _full(keep, q, k)) if careful else q @ k.mT
+    if keep is not None and careful:
+        pair_product = PairProduct if compiling else PairProductTangent
+        score = pair_product.apply(q, k, keep.expand(*q.shape[:-1], k.shape[-2]))
+    else:
+        score = q @ k.mT
     for step in steps(problem.scores):
         score = step.apply(score, tile, taken(step, tile))
     if keep is not None:
@@ -81,7 +87,10 @@ def attend(problem: Problem, query: Tensor, key: Tensor, value: Tensor, *, reads
     dropout = problem.dropout_keep(tile)
     if dropout is not None:
         weight = weight * (dropout * philox.kept_scale(problem.dropout_p))
-    out = WeightedSum.apply(weight, v, seen) if careful else weight @ v
+    if careful:
+        out = (WeightedSum if compiling else WeightedSumTangent).apply(weight, v, seen)
+    else:
+        out = weight @ v
     out = torch.where(alive, out, 0.0).to(query.dtype)
     if problem.layout == "packed":
         return out[0].transpose(0, 1), lse[0]
@@ -95,11 +104,6 @@ def _square(tensor: Tensor, problem: Problem) -> Tensor:
 
 def _repeat(tensor: Tensor, group: int) -> Tensor:
     return tensor if group == 1 else tensor.repeat_interleave(group, dim=1)
-
-
-def _full(keep: Tensor | None, q: Tensor, k: Tensor) -> Tensor:
-    assert keep is not None
-    return keep.expand(*q.shape[:-1], k.shape[-2])
 
 
 def _maximum(score: Tensor, sink: Tensor | None) -> Tensor:
