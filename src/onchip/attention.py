@@ -19,7 +19,7 @@ Window = tuple[int | None, int | None]
 
 
 class Output(NamedTuple):
-    """`out` like query with value's dim; `lse`, natural log-sum-exp of each row's scores, float32 (float64 for float64)."""
+    """`out`, like query with value's dim, and `lse`, the natural log-sum-exp of each row's scores."""
 
     out: Tensor
     lse: Tensor
@@ -54,11 +54,11 @@ def attention(
         mask: a value of `onchip.masks`, or a bool tensor broadcastable to (batch, heads_q, length_q, length_k), True
             where visible. `causal`, `window` and `mask` intersect.
         score: a value of `onchip.scores` or a tuple of them.
-        lengths: (query_lengths, key_lengths), int tensors (batch,) or None: how many leading rows of each sequence exist.
+        lengths: (query_lengths, key_lengths), int tensors (batch,) or None: how many leading rows of a sequence exist.
         scale: factor of the products; `dim_qk ** -0.5` by default.
         dropout_p: share of weights that dropout removes, in [0, 1).
         dropout_seed: an int, or an int64 tensor of one element; None draws one from torch's generator of the device.
-        deterministic: equal bits over repeats, gradients included; None asks torch.are_deterministic_algorithms_enabled().
+        deterministic: equal bits over repeats, gradients included; None follows torch.use_deterministic_algorithms.
         schedule: None chooses; a name runs that schedule or raises.
 
     Returns:
@@ -68,7 +68,7 @@ def attention(
         TypeError, ValueError: an argument does not fit; the message names it, what came and what is accepted.
         Unsupported: the named schedule cannot run the problem.
 
-    Cost: 2 * pairs * (dim_qk + dim_v) operations on the visible pairs; memory linear in the lengths (`onchip.plan` tells).
+    Cost: 2 * pairs * (dim_qk + dim_v) operations on the visible pairs; memory linear in the lengths. See `onchip.plan`.
     Source: Vaswani et al. 2017, section 3.2.1; Dao 2023, FlashAttention-2, algorithms 1 and 2.
     """
     return attention_with_lse(
@@ -156,7 +156,8 @@ def attention_varlen(
 
     Args:
         query: (tokens_q, heads_q, dim_qk). key: (tokens_k, heads_kv, dim_qk). value: (tokens_k, heads_kv, dim_v).
-        cu_seqlens_query: int32 or int64 (batch + 1,), offsets of the sequences: 0 first, never decreasing, at most tokens_q.
+        cu_seqlens_query: int32 or int64 (batch + 1,), offsets of the sequences: from 0, never decreasing, to at most
+            tokens_q.
         cu_seqlens_key: the same for keys; None means cu_seqlens_query.
         mask, score: batch means the sequence's number and indices count from its start. `masks.keys` and
             `masks.documents` take one entry for each token.
@@ -252,7 +253,7 @@ def plan(
     """What `attention` would do with these arguments; computes nothing.
 
     Returns:
-        Plan: the chosen schedules, why each other one was not chosen, operations, bytes, workspace. `print(plan)` explains.
+        Plan: the chosen schedules, why not the others, operations, bytes, workspace. `print(plan)` explains.
 
     Arguments and errors are those of `attention`.
     """
@@ -324,7 +325,7 @@ def plan_varlen(
     return ops.plan(problem, ())
 
 
-# Binding ---------------------------------------------------------------------------------------------------------------
+# Binding
 
 
 def _autocast(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -391,13 +392,15 @@ def _bind(
 
 def _mask(causal: Any, window: Any, mask: Any) -> Mask | None:
     if not isinstance(causal, bool):
-        raise TypeError(f"causal must be True or False, got {causal!r}; another diagonal is mask=masks.causal(diagonal)")
+        raise TypeError(
+            f"causal must be True or False, got {causal!r}; another diagonal is mask=masks.causal(diagonal)"
+        )
     parts = [masks.causal()] if causal else []
     if window is not None:
         if isinstance(window, int):
             raise TypeError(
-                f"window must be (left, right) or None, got the int {window}: to let each query see w keys up to its own, "
-                "give (w - 1, 0)"
+                f"window must be (left, right) or None, got the int {window}: to let each query see w keys up to its "
+                "own, give (w - 1, 0)"
             )
         if not isinstance(window, tuple | list) or len(window) != 2:
             raise TypeError(f"window must be (left, right) or None, got {window!r}")

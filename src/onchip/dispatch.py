@@ -28,6 +28,7 @@ class Schedule:
         unsupported: reasons, one sentence each, why the problem cannot run here; empty if it can.
         forward, backward: run inside the operators; None for a composite schedule, which torch differentiates itself.
         pairs: pairs of (query, key) that are computed. workspace_bytes: memory beyond inputs, outputs and gradients.
+        tiles: rows and columns of a tile of scores.
     """
 
     name: str
@@ -35,6 +36,7 @@ class Schedule:
     unsupported: Callable[[Problem], list[str]]
     pairs: Callable[[Problem], int]
     workspace_bytes: Callable[[Problem], int]
+    tiles: Callable[[Problem], tuple[int, int]]
     forward: Callable[..., tuple[Tensor, Tensor]] | None = None
     backward: Callable[..., list[Tensor | None]] | None = None
 
@@ -51,10 +53,11 @@ _SCHEDULES = (
         tiled.unsupported,
         tiled.pairs,
         tiled.workspace_bytes,
+        tiled.tiles,
         tiled.forward,
         tiled.backward,
     ),
-    Schedule(dense.NAME, dense.SUMMARY, dense.unsupported, dense.pairs, dense.workspace_bytes),
+    Schedule(dense.NAME, dense.SUMMARY, dense.unsupported, dense.pairs, dense.workspace_bytes, dense.tiles),
 )
 
 TRANSFORMED = (
@@ -120,6 +123,11 @@ class Plan:
     notes: tuple[str, ...] = ()
 
     @property
+    def tiles(self) -> tuple[int, int]:
+        """Rows and columns of a tile of scores."""
+        return schedules()[self.forward].tiles(self.problem)
+
+    @property
     def pairs(self) -> int:
         """Pairs of (query, key) whose score the forward computes, over all sequences and query heads."""
         return schedules()[self.forward].pairs(self.problem)
@@ -159,6 +167,7 @@ class Plan:
         lines += [f"not {name:<14} {sentence}" for name, why in self.reasons.items() for sentence in why]
         lines += [
             f"operations         {self.flops:.3e} forward, {self.backward_flops:.3e} backward, on {self.pairs} pairs",
+            f"tiles              {self.tiles[0]} rows, {self.tiles[1]} columns",
             f"bytes              {self.minimum_bytes:.3e} at least, workspace {self.workspace_bytes:.3e}",
         ]
         return "\n".join(lines + [f"note               {note}" for note in self.notes])

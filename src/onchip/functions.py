@@ -1,8 +1,9 @@
 """User functions of scores and masks, as graphs.
 
-A function is traced once to a graph of torch operators. The graph's hash is its name in a spec: it depends on what the
-function computes and on nothing of the process, so a compiled graph that was cached on disk finds it again. Tensors that
-the function captures become inputs of the graph, in the order in which it first reads them, and so get gradients.
+A function is traced once to a graph of torch operators. The graph's hash is its name in a spec: it depends on what
+the function computes and on nothing of the process, so a compiled graph that was cached on disk finds it again.
+Tensors that the function captures become inputs of the graph, in the order in which it first reads them, and so get
+gradients.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ def trace(fn: Callable[..., Tensor], *, takes_score: bool, dtype: torch.dtype = 
         raise RuntimeError(INSIDE_COMPILE)
     if not callable(fn):
         raise TypeError(f"fn must be a function of index tensors, got {type(fn).__name__}")
-    if torch._C._functorch.peek_interpreter_stack() is not None:
+    if torch._C._are_functorch_transforms_active():
         return Untraced(fn)
     captured = dict(_captured(fn, ()))
     key: Hashable = (takes_score, dtype, _key(fn, set()))
@@ -103,10 +104,11 @@ def _trace(fn: Callable[..., Tensor], takes_score: bool, dtype: torch.dtype, dev
             module = make_fx(fn)(*examples((2, 3, 4, 5)))
     except Exception as error:
         raise ValueError(
-            f"fn must be plain torch on its index tensors (use torch.where instead of if, no .item()); tracing it raised "
-            f"{type(error).__name__}: {error}"
+            "fn must be plain torch on its index tensors (use torch.where instead of if, no .item()); "
+            f"tracing it raised {type(error).__name__}: {error}"
         ) from error
-    tensors, placeholders = [], {}
+    tensors: list[Tensor] = []
+    placeholders: dict[int, Any] = {}
     graph = module.graph
     last = [node for node in graph.nodes if node.op == "placeholder"][-1]
     for node in list(graph.nodes):
@@ -235,8 +237,10 @@ def by_name(name: str, tensors: tuple[Tensor, ...]) -> Traced:
     """The graph that a spec names.
 
     Raises:
-        RuntimeError: nothing in this process traced it (a saved graph was loaded without building its masks and scores).
+        RuntimeError: nothing in this process traced it: a saved graph was loaded without building its values.
     """
     if name not in _GRAPHS:
-        raise RuntimeError(f"{name} is not known in this process: build its masks.predicate or scores.modify value first")
+        raise RuntimeError(
+            f"{name} is not known in this process: build its masks.predicate or scores.modify value first"
+        )
     return Traced(name, tensors)

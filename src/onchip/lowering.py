@@ -1,7 +1,7 @@
 """How values of masks and scores travel through an operator: tensors, a spec string, ints and floats.
 
-The spec is a Python literal that holds structure only; every run-time value stands in one of the three lists and the spec
-names its place. Two calls with the same structure have the same spec, so compiled graphs and kernels are shared.
+The spec is a Python literal that holds structure only; every run-time value stands in one of the three lists and the
+spec names its place. Two calls with the same structure have the same spec, so compiled graphs and kernels are shared.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ class Writer:
         self.tensors.append(value)
         return str(len(self.tensors) - 1)
 
-    def int(self, value: int | None) -> str:
+    def integer(self, value: int | None) -> str:
         if value is None:
             return "None"
         self.ints.append(value)
         return str(len(self.ints) - 1)
 
-    def float(self, value: float) -> str:
+    def real(self, value: float) -> str:
         self.floats.append(value)
         return str(len(self.floats) - 1)
 
@@ -56,7 +56,7 @@ class Writer:
             return f"'{value}'"
         if isinstance(value, Tensor):
             return f"('tensor',{self.tensor(value)})"
-        return f"('int',{self.int(value)})"
+        return f"('int',{self.integer(value)})"
 
 
 class Reader:
@@ -71,13 +71,13 @@ class Reader:
     def maybe_tensor(self, place: int | None) -> Tensor | None:
         return None if place is None else self._tensors[place]
 
-    def maybe_int(self, place: int | None) -> int | None:
+    def maybe_integer(self, place: int | None) -> int | None:
         return None if place is None else self._ints[place]
 
-    def int(self, place: int) -> int:
+    def integer(self, place: int) -> int:
         return self._ints[place]
 
-    def float(self, place: int) -> float:
+    def real(self, place: int) -> float:
         return self._floats[place]
 
     def diagonal(self, node: Node) -> Diagonal:

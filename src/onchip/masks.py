@@ -1,8 +1,8 @@
 """Which pairs of query and key are visible, as values that combine with & | ~.
 
-Every mask is a function of (sequence b, query head h, query i, key j) and says three things about itself: `keep` on a tile
-of indices, `states` of many tiles at once (empty, partial, full), and how it is lowered. Functions of this module build the
-values; schedules read them through `normal_form.py` and never by class.
+Every mask is a function of (sequence b, query head h, query i, key j) and says three things about itself: `keep` on a
+tile of indices, `states` of many tiles at once (empty, partial, full), and how it is lowered. Functions of this module
+build the values; schedules read them through `normal_form.py` and never by class.
 """
 
 from __future__ import annotations
@@ -31,9 +31,14 @@ EMPTY, PARTIAL, FULL = 0, 1, 2
 class Grid(Protocol):
     """Tiles of block_q x block_k that cover the scores of a geometry."""
 
-    geometry: RectGeometry
-    block_q: int
-    block_k: int
+    @property
+    def geometry(self) -> RectGeometry: ...
+
+    @property
+    def block_q(self) -> int: ...
+
+    @property
+    def block_k(self) -> int: ...
 
     def rows(self) -> tuple[Tensor, Tensor]:
         """First and last row of each block of rows, int64 (blocks_q,)."""
@@ -65,7 +70,10 @@ class Mask(ABC):
 
     @abstractmethod
     def states(self, grid: Grid) -> Tensor:
-        """uint8 (batch or 1, heads or 1, blocks_q, blocks_k) of EMPTY, PARTIAL, FULL; may call a tile PARTIAL that is not."""
+        """EMPTY, PARTIAL or FULL for each tile, uint8 (batch or 1, heads or 1, blocks_q, blocks_k).
+
+        A tile that is not partial may be called PARTIAL; EMPTY and FULL are certain.
+        """
 
     @abstractmethod
     def lower(self, writer: Writer) -> str: ...
@@ -76,10 +84,14 @@ class Mask(ABC):
 
     def check(self, problem: Problem) -> None:
         """Raise if the mask's tensors do not fit the problem's shapes."""
+        return
 
     def diagonals(self) -> Iterator[Diagonal]:
         """The diagonals that the mask aligns to."""
         return iter(())
+
+    def __str__(self) -> str:
+        return type(self).__name__.lower()
 
     def pair_tensors(self) -> Iterator[tuple[str, Tensor, int, int]]:
         """Tensors over pairs, as (name, tensor, rows and columns of pairs that one entry covers)."""
@@ -106,6 +118,9 @@ def _flat(cls: type, value: Mask) -> tuple[Mask, ...]:
 @dataclass(frozen=True, eq=False)
 class And(Mask):
     parts: tuple[Mask, ...]
+
+    def __str__(self) -> str:
+        return "(" + " & ".join(map(str, self.parts)) + ")"
 
     def keep(self, tile: Tile) -> Tensor:
         return reduce(operator.and_, (part.keep(tile) for part in self.parts))
@@ -139,6 +154,9 @@ class And(Mask):
 @kind("or")
 @dataclass(frozen=True, eq=False)
 class Or(And):
+    def __str__(self) -> str:
+        return "(" + " | ".join(map(str, self.parts)) + ")"
+
     def keep(self, tile: Tile) -> Tensor:
         return reduce(operator.or_, (part.keep(tile) for part in self.parts))
 
@@ -153,6 +171,9 @@ class Or(And):
 @dataclass(frozen=True, eq=False)
 class Not(Mask):
     part: Mask
+
+    def __str__(self) -> str:
+        return f"~{self.part}"
 
     def keep(self, tile: Tile) -> Tensor:
         return ~self.part.keep(tile)
@@ -189,6 +210,10 @@ class Band(Mask):
     right: int | None
     diagonal: Diagonal = "bottom-right"
 
+    def __str__(self) -> str:
+        diagonal = "per sequence" if isinstance(self.diagonal, Tensor) else self.diagonal
+        return f"window({self.left}, {self.right}) around {diagonal}"
+
     def keep(self, tile: Tile) -> Tensor:
         distance = tile.column - tile.row - tile.offset(self.diagonal)
         if self.left is None and self.right is None:
@@ -216,11 +241,11 @@ class Band(Mask):
         return _state(any_kept=~empty, all_kept=full)[:, None]
 
     def lower(self, writer: Writer) -> str:
-        return f"('band',{writer.int(self.left)},{writer.int(self.right)},{writer.diagonal(self.diagonal)})"
+        return f"('band',{writer.integer(self.left)},{writer.integer(self.right)},{writer.diagonal(self.diagonal)})"
 
     @classmethod
     def read(cls, reader: Reader, *node: Node) -> Band:
-        return cls(reader.maybe_int(node[0]), reader.maybe_int(node[1]), reader.diagonal(node[2]))
+        return cls(reader.maybe_integer(node[0]), reader.maybe_integer(node[1]), reader.diagonal(node[2]))
 
     def check(self, problem: Problem) -> None:
         check_diagonal(self.diagonal, problem)
@@ -315,11 +340,11 @@ class Blocks(Mask):
         return _state(count > 0, count == (bottom - top) * (right - left))
 
     def lower(self, writer: Writer) -> str:
-        return f"('blocks',{writer.tensor(self.kept)},{writer.int(self.size_q)},{writer.int(self.size_k)})"
+        return f"('blocks',{writer.tensor(self.kept)},{writer.integer(self.size_q)},{writer.integer(self.size_k)})"
 
     @classmethod
     def read(cls, reader: Reader, *node: Node) -> Blocks:
-        return cls(reader.tensor(node[0]), reader.int(node[1]), reader.int(node[2]))
+        return cls(reader.tensor(node[0]), reader.integer(node[1]), reader.integer(node[2]))
 
     def check(self, problem: Problem) -> None:
         if problem.layout == "packed":
@@ -382,7 +407,7 @@ class Predicate(Mask):
         return True
 
 
-# Building values -------------------------------------------------------------------------------------------------------
+# Building values
 
 
 def causal(diagonal: Diagonal = "bottom-right") -> Mask:
@@ -479,7 +504,7 @@ def every(parts: Sequence[Mask]) -> Mask:
     return reduce(operator.and_, parts)
 
 
-# Shared checks ---------------------------------------------------------------------------------------------------------
+# Shared checks
 
 
 def _describe(value: Any) -> str:
@@ -491,7 +516,9 @@ def _describe(value: Any) -> str:
 def _bool(name: str, value: Any) -> None:
     if not isinstance(value, Tensor) or value.dtype != torch.bool:
         hint = (
-            "; an additive float mask is scores.bias(tensor)" if isinstance(value, Tensor) and value.is_floating_point() else ""
+            "; an additive float mask is scores.bias(tensor)"
+            if isinstance(value, Tensor) and value.is_floating_point()
+            else ""
         )
         raise TypeError(f"{name} must be a bool tensor (True is visible), got {_describe(value)}{hint}")
 
@@ -519,7 +546,7 @@ def _diagonal(value: Any) -> Diagonal:
         raise TypeError(
             f"diagonal must be 'bottom-right', 'top-left', an int or an int tensor (batch,), got {_describe(value)}"
         )
-    return value  # type: ignore[no-any-return]
+    return value
 
 
 def check_diagonal(diagonal: Diagonal, problem: Problem) -> None:
@@ -527,7 +554,7 @@ def check_diagonal(diagonal: Diagonal, problem: Problem) -> None:
         problem.check_device("diagonal", diagonal)
         if diagonal.shape[0] != problem.batch:
             raise ValueError(
-                f"a diagonal tensor must have one entry for each sequence: got {diagonal.shape[0]}, batch is {problem.batch}"
+                f"a diagonal tensor must have one entry for each of {problem.batch} sequences, got {diagonal.shape[0]}"
             )
 
 
@@ -547,8 +574,14 @@ def check_pairs(
         want is None or have == want or have == 1 for have, want in zip(value.shape, wanted, strict=True)
     )
     if not fits:
-        shown = tuple(column if want is None else want for want, column in zip(
-            (problem.batch, problem.heads_q, rows, columns), ("batch", "heads_q", row_name, column_name), strict=True))
+        shown = tuple(
+            column if want is None else want
+            for want, column in zip(
+                (problem.batch, problem.heads_q, rows, columns),
+                ("batch", "heads_q", row_name, column_name),
+                strict=True,
+            )
+        )
         raise ValueError(
             f"{name} must broadcast to (batch, heads_q, {row_name}, {column_name}) = {shown}, got {tuple(value.shape)}"
         )
@@ -561,13 +594,17 @@ def _check_vector(name: str, value: Tensor, problem: Problem, side: str) -> None
         if value.dim() != 1 or value.shape[0] != extent:
             raise ValueError(f"{name} must have one entry for each {side} token, ({extent},), got {tuple(value.shape)}")
         return
-    if value.dim() not in (1, 2) or value.shape[-1] != extent or (value.dim() == 2 and value.shape[0] not in (1, problem.batch)):
+    if (
+        value.dim() not in (1, 2)
+        or value.shape[-1] != extent
+        or (value.dim() == 2 and value.shape[0] not in (1, problem.batch))
+    ):
         raise ValueError(
             f"{name} must be (batch, length) = ({problem.batch}, {extent}) or ({extent},), got {tuple(value.shape)}"
         )
 
 
-# States of tiles -------------------------------------------------------------------------------------------------------
+# States of tiles
 
 
 def _state(any_kept: Tensor, all_kept: Tensor) -> Tensor:

@@ -5,9 +5,9 @@
     (c) states     per tile of BLOCK x BLOCK pairs: empty, partial, full
     (d) residual   a mask that is evaluated in partial tiles only
 
-`&` of bands and of sorted documents stays in (a) and (b). Everything else is a residual with its states, which follow from
-the parts by three-valued logic (masks.py), so no (query, key) tensor is built where structure allows it. Empty tiles are
-never visited and full ones never masked.
+`&` of bands and of sorted documents stays in (a) and (b). Everything else is a residual with its states, which follow
+from the parts by three-valued logic (masks.py), so no (query, key) tensor is built where structure allows it. Empty
+tiles are never visited and full ones never masked.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The operators `onchip::attention` and `onchip::attention_backward`: schema, fake kernels, autograd, vmap.
 
-A call travels as (query, key, value, tensors, spec, ints, floats) (lowering.py). Inside, the problem is lifted, its values
-are checked where they can be read, and a schedule runs. Registration is by hand rather than by `torch.library.custom_op`,
-which costs twice as much per call and breaks `torch.func`.
+A call travels as (query, key, value, tensors, spec, ints, floats) (lowering.py). Inside, the problem is lifted, its
+values are checked where they can be read, and a schedule runs. Registration is by hand rather than by
+`torch.library.custom_op`, which costs twice as much per call and breaks `torch.func`.
 
     attention            Autograd key -> _Attention          -> attention_backward
     attention_backward   Autograd key -> _AttentionBackward  -> the total derivative of dense
@@ -11,7 +11,7 @@ which costs twice as much per call and breaks `torch.func`.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from typing import Any
 
@@ -31,8 +31,8 @@ _LIBRARY.define(
     " -> (Tensor out, Tensor lse)"
 )
 _LIBRARY.define(
-    "attention_backward(Tensor? grad_out, Tensor? grad_lse, Tensor query, Tensor key, Tensor value, Tensor out, Tensor lse,"
-    " Tensor[] tensors, str spec, SymInt[] ints, float[] floats, bool[] needs) -> Tensor[]"
+    "attention_backward(Tensor? grad_out, Tensor? grad_lse, Tensor query, Tensor key, Tensor value, Tensor out,"
+    " Tensor lse, Tensor[] tensors, str spec, SymInt[] ints, float[] floats, bool[] needs) -> Tensor[]"
 )
 
 _attention = torch.ops.onchip.attention.default
@@ -59,7 +59,14 @@ def check_values(problem: Problem) -> None:
         problem.check_values()
 
 
-# Kernels ---------------------------------------------------------------------------------------------------------------
+def _full_precision(device: torch.device) -> AbstractContextManager[None]:
+    """The public functions have cast the inputs; autocast must not narrow the products inside as well."""
+    if torch.is_autocast_enabled(device.type):
+        return torch.autocast(device.type, enabled=False)
+    return nullcontext()
+
+
+# Kernels
 
 
 def _forward(
@@ -75,7 +82,8 @@ def _forward(
     check_values(problem)
     schedule, _ = dispatch.choose(problem)
     assert schedule.forward is not None, "a composite schedule does not run inside an operator"
-    return schedule.forward(problem, query, key, value)
+    with _full_precision(problem.device):
+        return schedule.forward(problem, query, key, value)
 
 
 def _backward(
@@ -95,7 +103,8 @@ def _backward(
     problem = Problem.lift(query, key, value, tensors, spec, ints, floats)
     schedule, _ = dispatch.choose(problem)
     assert schedule.backward is not None, "a composite schedule does not run inside an operator"
-    gradients = schedule.backward(problem, grad_out, grad_lse, query, key, value, out, lse, tensors, needs)
+    with _full_precision(problem.device):
+        gradients = schedule.backward(problem, grad_out, grad_lse, query, key, value, out, lse, tensors, needs)
     return [gradient for gradient in gradients if gradient is not None]
 
 
@@ -123,12 +132,10 @@ def _backward_fake(
     floats: Any,
     needs: Sequence[bool],
 ) -> list[Tensor]:
-    return [
-        torch.empty_like(tensor) for tensor, need in zip((query, key, value, *tensors), needs, strict=True) if need
-    ]
+    return [torch.empty_like(tensor) for tensor, need in zip((query, key, value, *tensors), needs, strict=True) if need]
 
 
-# Autograd --------------------------------------------------------------------------------------------------------------
+# Autograd
 
 
 class _Attention(torch.autograd.Function):
@@ -147,9 +154,7 @@ class _Attention(torch.autograd.Function):
         needs = [*ctx.needs_input_grad[:3], *ctx.needs_input_grad[4:]]
         if (grad_out is None and grad_lse is None) or not any(needs):
             return (None,) * (4 + len(tensors))
-        found = iter(
-            _attention_backward(grad_out, grad_lse, query, key, value, out, lse, tensors, *ctx.rest, needs)
-        )
+        found = iter(_attention_backward(grad_out, grad_lse, query, key, value, out, lse, tensors, *ctx.rest, needs))
         gradients = [next(found) if need else None for need in needs]
         return (*gradients[:3], None, *gradients[3:])
 
@@ -197,32 +202,34 @@ def _second_derivative(
     Out and LSE are functions of the inputs, so nothing is due to them as saved tensors.
     """
     again = torch.is_grad_enabled()
-    with torch.enable_grad():
+
+    def variable(tensor: Tensor) -> Tensor:
         # a third derivative goes on through this graph; otherwise it ends here
-        variables = [
-            tensor if tensor is None or not tensor.is_floating_point() or (again and tensor.requires_grad)
-            else tensor.detach().requires_grad_()
-            for tensor in (grad_out, grad_lse, *inputs)
-        ]  # fmt: skip
-        grads, (query, key, value, *tensors) = variables[:2], variables[2:]
-        out, lse = composite(Problem.lift(query, key, value, tensors, *rest), query, key, value)
-        due = [(result, grad) for result, grad in zip((out, lse), grads, strict=True) if grad is not None]
-        wanted = [tensor for tensor, need in zip(variables[2:], needs, strict=True) if need]
+        if not tensor.is_floating_point() or (again and tensor.requires_grad):
+            return tensor
+        return tensor.detach().requires_grad_()
+
+    with torch.enable_grad():
+        grads = [None if grad is None else variable(grad) for grad in (grad_out, grad_lse)]
+        variables = [variable(tensor) for tensor in inputs]
+        query, key, value, *tensors = variables
+        results = composite(Problem.lift(query, key, value, tensors, *rest), query, key, value)
+        due = [(result, grad) for result, grad in zip(results, grads, strict=True) if grad is not None]
+        wanted = [tensor for tensor, need in zip(variables, needs, strict=True) if need]
         first = torch.autograd.grad(
             [result for result, _ in due], wanted, [grad for _, grad in due], create_graph=True, allow_unused=True
         )
-        total = sum(
+        products = [
             (one * other).sum()
             for one, other in zip(first, gradients, strict=True)
             if one is not None and other is not None
-        )
-        places = [place for place, tensor in enumerate(variables) if tensor is not None and tensor.requires_grad]
-        found: list[Tensor | None] = [None] * len(variables)
-        if isinstance(total, Tensor) and total.requires_grad:
-            second = torch.autograd.grad(
-                total, [variables[place] for place in places], create_graph=again, allow_unused=True
-            )
-            for place, gradient in zip(places, second, strict=True):
+        ]
+        every = [*grads, *variables]
+        sought = [(place, tensor) for place, tensor in enumerate(every) if tensor is not None and tensor.requires_grad]
+        found: list[Tensor | None] = [None] * len(every)
+        if products and (total := torch.stack(products).sum()).requires_grad:
+            second = torch.autograd.grad(total, [tensor for _, tensor in sought], create_graph=again, allow_unused=True)
+            for (place, _), gradient in zip(sought, second, strict=True):
                 found[place] = gradient
     return found
 
@@ -253,14 +260,12 @@ def _backward_autograd(
     rest = (spec, ints, floats)
     variables = [tensor for tensor in (grad_out, grad_lse, query, key, value, *tensors) if tensor is not None]
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in variables):
-        return list(
-            _AttentionBackward.apply(grad_out, grad_lse, query, key, value, out, lse, rest, needs, *tensors)
-        )
+        return list(_AttentionBackward.apply(grad_out, grad_lse, query, key, value, out, lse, rest, needs, *tensors))
     with torch._C._AutoDispatchBelowAutograd():
         return _attention_backward(grad_out, grad_lse, query, key, value, out, lse, tensors, *rest, needs)
 
 
-# vmap ------------------------------------------------------------------------------------------------------------------
+# vmap
 
 
 def _forward_vmap(
@@ -316,7 +321,7 @@ def _example(value: Any, place: Any, number: int) -> Any:
     return value.select(place, number) if isinstance(value, Tensor) and isinstance(place, int) else value
 
 
-# Registration ----------------------------------------------------------------------------------------------------------
+# Registration
 
 _LIBRARY.impl("attention", _forward, "CompositeExplicitAutograd")
 _LIBRARY.impl("attention_backward", _backward, "CompositeExplicitAutograd")
@@ -328,15 +333,12 @@ torch.library.register_vmap("onchip::attention", _forward_vmap, lib=_LIBRARY)
 torch.library.register_vmap("onchip::attention_backward", _backward_vmap, lib=_LIBRARY)
 
 
-# Running a problem -----------------------------------------------------------------------------------------------------
+# Running a problem
 
 
 def run(problem: Problem, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
     """Output and LSE of a problem, by the operator or, where torch must differentiate it itself, as composite torch."""
-    transformed = _transformed()
-    if problem.schedule is None and not transformed:
-        return _attention(query, key, value, *problem.lower())
-    schedule, _ = dispatch.choose(problem, transformed=transformed)
+    schedule, _ = dispatch.choose(problem, transformed=_transformed())
     if schedule.composite:
         return composite(problem, query, key, value)
     return _attention(query, key, value, *problem.lower())
@@ -344,21 +346,19 @@ def run(problem: Problem, query: Tensor, key: Tensor, value: Tensor) -> tuple[Te
 
 def composite(problem: Problem, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
     """Output and LSE by dense torch, which autograd and every transform go through."""
-    reads = not torch.compiler.is_compiling() and problem.device.type == "cpu" and not _mapped()
+    reads = not torch.compiler.is_compiling() and not torch._C._are_functorch_transforms_active()
+    reads = reads and problem.device.type == "cpu"
     if reads:
         check_values(problem)
-    return dense.attend(problem, query, key, value, reads=reads)
-
-
-def _mapped() -> bool:
-    """Whether a torch.func transform is active."""
-    return torch._C._functorch.peek_interpreter_stack() is not None
+    with _full_precision(problem.device):
+        return dense.attend(problem, query, key, value, reads=reads)
 
 
 def _transformed() -> bool:
     """Whether a torch.func transform differentiates, or forward-mode AD is on: the operator has no rule for these."""
     if torch.compiler.is_compiling():
-        return False
+        # here the kinds of transforms cannot be told apart, so all of them go composite
+        return torch._C._are_functorch_transforms_active()
     if torch.autograd.forward_ad._current_level >= 0:
         return True
     stack = torch._C._functorch.get_interpreter_stack()

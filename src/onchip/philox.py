@@ -1,8 +1,9 @@
 """The dropout counter: which weights live is a pure function of (seed, sequence, query head, row, column).
 
-Philox4x32 with 7 rounds (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3", section 3.3). The key is the
-64-bit seed, the counter is (column // 8, row, head, sequence), and each draw of four 32-bit words gives eight 16-bit lanes,
-one for each column of the group of eight. Nothing depends on tiles, devices or shards, so nothing but the seed is stored.
+Philox4x32 with 7 rounds (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3", section 3.3). The key is
+the 64-bit seed, the counter is (column // 8, row, head, sequence), and each draw of four 32-bit words gives eight
+16-bit lanes, one for each column of the group of eight. Nothing depends on tiles, devices or shards, so nothing but the
+seed is stored.
 """
 
 from __future__ import annotations
@@ -65,16 +66,13 @@ def keep(
     seed = seed.reshape(())
     key = (seed & _LOW32, (seed >> 32) & _LOW32)
     if start is None:
-        lanes = _lanes(philox4x32((column // LANES, row, head, sequence), key))
-        place = (column % LANES)[..., None].expand(*lanes.shape[:-1], 1)
-        return lanes.gather(-1, place).squeeze(-1) >= threshold
+        place = column % LANES
+        w0, w1, w2, w3 = philox4x32((column // LANES, row, head, sequence), key)
+        word = torch.where(place < 4, torch.where(place < 2, w0, w1), torch.where(place < 6, w2, w3))
+        return (word >> (place % 2 * 16)) & _LOW16 >= threshold
     count = column.shape[-1]
     groups = torch.arange(start // LANES, (start + count + LANES - 1) // LANES, device=column.device)
-    lanes = _lanes(philox4x32((groups, row, head, sequence), key)).flatten(-2)
-    return lanes[..., start % LANES : start % LANES + count] >= threshold
-
-
-def _lanes(words: tuple[Tensor, Tensor, Tensor, Tensor]) -> Tensor:
-    """The eight 16-bit lanes of four words, low halves first, along a new last dimension."""
+    words = philox4x32((groups, row, head, sequence), key)
     shape = torch.broadcast_shapes(*(word.shape for word in words))
-    return torch.stack([part.expand(shape) for word in words for part in (word & _LOW16, word >> 16)], dim=-1)
+    kept = [part.expand(shape) >= threshold for word in words for part in (word & _LOW16, word >> 16)]
+    return torch.stack(kept, dim=-1).flatten(-2)[..., start % LANES : start % LANES + count]

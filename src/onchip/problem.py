@@ -1,7 +1,7 @@
 """What is computed: a Problem holds shapes, visibility, scores, dropout and layout, and nothing of how.
 
-A Problem is built from the arguments of a call (`bind`), lowered to what an operator can carry (`lower`), and lifted again
-inside the operator (`lift`). In between only tensors, a spec string, ints and floats travel.
+A Problem is built from the arguments of a call (attention.py), lowered to what an operator can carry (`lower`), and
+lifted again inside the operator (`lift`). In between only tensors, a spec string, ints and floats travel.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from onchip import philox
 from onchip.lowering import Reader, Writer, parse
-from onchip.tile import PackedGeometry, PackedTile, RectGeometry, RectTile
+from onchip.tile import PackedGeometry, RectGeometry, Tile
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 LAYOUTS = ("dense", "padded", "packed")
@@ -53,7 +53,7 @@ class Problem:
     deterministic: bool
     schedule: str | None
 
-    # Between a call and an operator -----------------------------------------------------------------------------------
+    # Between a call and an operator
 
     def lower(self) -> Lowered:
         writer = Writer(self.score_dtype)
@@ -63,9 +63,9 @@ class Problem:
             writer.tensor(tensor)
             for tensor in (self.cu_seqlens_query, self.cu_seqlens_key, self.query_lengths, self.key_lengths)
         )
-        writer.float(self.scale)
+        writer.real(self.scale)
         scale = len(writer.floats) - 1
-        dropout = "None" if self.seed is None else f"({writer.float(self.dropout_p)},{writer.tensor(self.seed)})"
+        dropout = "None" if self.seed is None else f"({writer.real(self.dropout_p)},{writer.tensor(self.seed)})"
         schedule = "None" if self.schedule is None else f"'{self.schedule}'"
         spec = f"('{self.layout}',({layout}),{mask},{scores},{scale},{dropout},{self.deterministic},{schedule})"
         return writer.tensors, spec, writer.ints, writer.floats
@@ -87,8 +87,8 @@ class Problem:
             **layout_shape(layout, query, key, value, cu_q),
             mask=None if mask is None else reader.value(mask),
             scores=tuple(reader.value(score) for score in scores),
-            scale=reader.float(scale),
-            dropout_p=0.0 if dropout is None else reader.float(dropout[0]),
+            scale=reader.real(scale),
+            dropout_p=0.0 if dropout is None else reader.real(dropout[0]),
             seed=None if dropout is None else reader.tensor(dropout[1]),
             cu_seqlens_query=cu_q,
             cu_seqlens_key=cu_k,
@@ -98,7 +98,7 @@ class Problem:
             schedule=schedule,
         )
 
-    # What schedules ask -----------------------------------------------------------------------------------------------
+    # What schedules ask
 
     @property
     def score_dtype(self) -> torch.dtype:
@@ -130,11 +130,9 @@ class Problem:
             )
         lengths = (self.query_lengths, self.length_q), (self.key_lengths, self.length_k)
         length_q, length_k = (full if given is None else given.to(torch.int64) for given, full in lengths)
-        return RectGeometry(
-            self.device, self.batch, self.heads_q, self.length_q, self.length_k, length_q, length_k
-        )
+        return RectGeometry(self.device, self.batch, self.heads_q, self.length_q, self.length_k, length_q, length_k)
 
-    def keep(self, tile: RectTile | PackedTile) -> Tensor | None:
+    def keep(self, tile: Tile) -> Tensor | None:
         """Visible pairs of a tile, bool, broadcastable to it, or None if all are."""
         keep = tile.inside()
         if self.mask is not None:
@@ -142,7 +140,7 @@ class Problem:
             keep = masked if keep is None else keep & masked
         return keep
 
-    def dropout_keep(self, tile: RectTile | PackedTile) -> Tensor | None:
+    def dropout_keep(self, tile: Tile) -> Tensor | None:
         """Weights that live, bool, the tile's shape, or None without dropout."""
         if self.seed is None:
             return None
@@ -161,7 +159,7 @@ class Problem:
             if self.layout == "packed"
             else f"batch {self.batch}, lengths {self.length_q} and {self.length_k}"
         )
-        extras = [type(self.mask).__name__.lower()] if self.mask is not None else []
+        extras = [str(self.mask)] if self.mask is not None else []
         extras += [type(score).__name__.lower() for score in self.scores]
         if self.seed is not None:
             extras.append(f"dropout {self.dropout_p}")
@@ -170,7 +168,7 @@ class Problem:
             f"{str(self.dtype).removeprefix('torch.')}, {self.device.type}" + "".join(f", {extra}" for extra in extras)
         )
 
-    # Checks -----------------------------------------------------------------------------------------------------------
+    # Checks
 
     def check_device(self, name: str, tensor: Tensor) -> None:
         if tensor.device != self.device:
@@ -233,7 +231,7 @@ class Problem:
             extents = (1, 1, *tensor.shape)[-2:]
             if any(have != 1 and have < want for have, want in zip(extents, wanted, strict=True)):
                 raise ValueError(
-                    f"{name} must reach over the longest sequence, {wanted[0]} by {wanted[1]}, got {tuple(tensor.shape)}"
+                    f"{name} must reach over the longest sequence, {wanted[0]} x {wanted[1]}, got {tuple(tensor.shape)}"
                 )
 
     def _pair_tensors(self) -> list[tuple[str, Tensor, int, int]]:
@@ -313,7 +311,7 @@ def check_number(name: str, value: Any, low: float, high: float, accepted: str) 
     """
     if isinstance(value, bool) or not isinstance(value, int | float | torch.SymFloat | torch.SymInt):
         raise TypeError(f"{name} must be {accepted}, got {type(value).__name__}")
-    if not (low <= value < high and abs(value) < math.inf):
+    if not (low <= value < high and -math.inf < value < math.inf):
         raise ValueError(f"{name} must be {accepted}, got {value}")
     return value  # type: ignore[return-value]
 

@@ -1,8 +1,8 @@
 """Matrix products that honour what a row may see.
 
-In a plain product a weight of exactly 0 times NaN is NaN, so a hidden key that holds NaN would poison rows that must not
-know it. These products select instead. They cost about twice a plain product, so schedules use them only where inputs are
-not known to be finite (`tame` tells).
+In a plain product a weight of exactly 0 times NaN is NaN, so a hidden key that holds NaN would poison rows that must
+not know it. These products select instead. They cost about three times a plain product, so schedules use them only
+where inputs are not known to be finite (see `tame`).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 
 
 def tame(query: Tensor, key: Tensor, scale: float, *others: Tensor | None) -> bool:
-    """Whether nothing non-finite can arise from hidden pairs: inputs are finite and no score overflows. Reads values."""
+    """Whether hidden pairs cannot give anything non-finite: inputs are finite, no score overflows. Reads values."""
     bound = abs(scale) * query.shape[-1]
     for tensor in (query, key):
         bound *= _largest(tensor)

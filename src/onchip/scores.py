@@ -32,6 +32,8 @@ class Score(ABC):
     single: ClassVar[bool] = True
     additive: ClassVar[bool] = False
     """The step adds a term that does not depend on the score."""
+    may_hide: ClassVar[bool] = False
+    """The step may give minus infinity, which masks."""
 
     @property
     def parameters(self) -> tuple[tuple[Tensor, Per], ...]:
@@ -55,6 +57,7 @@ class Score(ABC):
 
     def check(self, problem: Problem) -> None:
         """Raise if the step's tensors do not fit the problem's shapes."""
+        return
 
     def diagonals(self) -> tuple[Diagonal, ...]:
         return ()
@@ -70,11 +73,11 @@ class Softcap(Score):
         return torch.tanh(score / self.cap) * self.cap
 
     def lower(self, writer: Writer) -> str:
-        return f"('softcap',{writer.float(self.cap)})"
+        return f"('softcap',{writer.real(self.cap)})"
 
     @classmethod
     def read(cls, reader: Reader, *node: Node) -> Softcap:
-        return cls(reader.float(node[0]))
+        return cls(reader.real(node[0]))
 
 
 @kind("alibi")
@@ -121,6 +124,7 @@ class Bias(Score):
     order: ClassVar[int] = 2
     single: ClassVar[bool] = False
     additive: ClassVar[bool] = True
+    may_hide: ClassVar[bool] = True
 
     @property
     def parameters(self) -> tuple[tuple[Tensor, Per], ...]:
@@ -151,6 +155,7 @@ class Modify(Score):
     """The same function traced over float64 scores: casts to the score's dtype are part of a graph."""
     order: ClassVar[int] = 3
     single: ClassVar[bool] = False
+    may_hide: ClassVar[bool] = True
 
     @property
     def parameters(self) -> tuple[tuple[Tensor, Per], ...]:
@@ -199,7 +204,7 @@ class Sink(Score):
             )
 
 
-# Building values -------------------------------------------------------------------------------------------------------
+# Building values
 
 
 def softcap(cap: float) -> Score:
@@ -269,7 +274,7 @@ def _floating(name: str, value: Any) -> None:
         raise TypeError(f"{name} must be a floating tensor, got {_describe(value)}{hint}")
 
 
-# What schedules use ----------------------------------------------------------------------------------------------------
+# What schedules use
 
 
 def ordered(score: Score | Sequence[Score] | None) -> tuple[Score, ...]:

@@ -9,7 +9,8 @@ state (0, -inf, 0) is its neutral element exactly, whatever lies in an empty sta
 
     out = accumulator / total     lse = maximum + log(total)
 
-Source: Milakov and Gimelshein 2018, "Online normalizer calculation for softmax", section 3; FlashAttention-2, section 3.1.
+Source: Milakov and Gimelshein 2018, "Online normalizer calculation for softmax", section 3; Dao 2023,
+FlashAttention-2, section 3.1.
 
 Everything here is plain differentiable torch, twice if need be, except `Running`, which works in place for speed.
 """

@@ -1,7 +1,8 @@
 """Where a rectangle of scores lies: the indices that masks, scores and dropout are functions of.
 
-A tile is a rectangle of the score tensor, shaped (batch, heads, rows, columns), each extent possibly 1 where it does not
-matter. Masks and scores are written once against `Tile` and so mean the same on every schedule. There are two kinds:
+A tile is a rectangle of the score tensor, shaped (batch, heads, rows, columns), each extent possibly 1 where it does
+not matter. Masks and scores are written once against `Tile` and so mean the same on every schedule. There are two
+kinds:
 
     RectTile     sequences lie side by side in the batch dimension (dense, padded, or one packed sequence at a time)
     PackedTile   the rows and columns are tokens of a packed batch; each token knows its sequence and its index in it
@@ -25,11 +26,21 @@ WHOLE = slice(None)
 class Tile(Protocol):
     """Indices are int64 tensors that broadcast to (batch, heads, rows, columns)."""
 
-    batch: Tensor
-    head: Tensor
-    row: Tensor
-    column: Tensor
-    column_start: int | None  # the first column, if the columns run on from there
+    @property
+    def batch(self) -> Tensor: ...
+
+    @property
+    def head(self) -> Tensor: ...
+
+    @property
+    def row(self) -> Tensor: ...
+
+    @property
+    def column(self) -> Tensor: ...
+
+    @property
+    def column_start(self) -> int | None:
+        """The first column, if the columns run on from there."""
 
     def offset(self, diagonal: Diagonal) -> int | Tensor:
         """Column minus row on the diagonal, an int or a tensor that broadcasts to the tile."""

@@ -3,8 +3,9 @@
     s = scale * query @ key^T, changed by the score values, minus infinity where hidden
     out = softmax(s) @ value        lse = log(sum(exp(s)))
 
-It is composite torch: autograd, torch.func transforms and forward mode go through it, twice if need be. Scores are float32
-(float64 for float64). Memory is (batch, heads, length_q, length_k); a packed batch counts as one square of all its tokens.
+It is composite torch: autograd, torch.func transforms and forward mode go through it, twice if need be. Scores are
+float32 (float64 for float64). Memory is (batch, heads, length_q, length_k); a packed batch counts as one square of all
+its tokens.
 """
 
 from __future__ import annotations
@@ -25,8 +26,16 @@ SUMMARY = "the definition: every score in memory, any device, differentiable any
 
 
 def unsupported(problem: Problem) -> list[str]:
-    """Reasons why this schedule cannot run the problem: none."""
+    """Reasons why this schedule cannot run the problem."""
+    gathers = problem.layout == "packed" or any(not step.additive and step.parameters for step in problem.scores)
+    if problem.deterministic and problem.device.type != "cpu" and gathers:
+        return ["on a GPU the gradient of a gather adds in an order that varies, and deterministic=True forbids it"]
     return []
+
+
+def tiles(problem: Problem) -> tuple[int, int]:
+    """Rows and columns of a tile of scores: all of them."""
+    return problem.length_q, problem.length_k
 
 
 def workspace_bytes(problem: Problem) -> int:
@@ -87,10 +96,8 @@ def attend(problem: Problem, query: Tensor, key: Tensor, value: Tensor, *, reads
     dropout = problem.dropout_keep(tile)
     if dropout is not None:
         weight = weight * (dropout * philox.kept_scale(problem.dropout_p))
-    if careful:
-        out = (WeightedSum if compiling else WeightedSumTangent).apply(weight, v, seen)
-    else:
-        out = weight @ v
+    weighted_sum = WeightedSum if compiling else WeightedSumTangent
+    out = weighted_sum.apply(weight, v, seen) if careful else weight @ v
     out = torch.where(alive, out, 0.0).to(query.dtype)
     if problem.layout == "packed":
         return out[0].transpose(0, 1), lse[0]

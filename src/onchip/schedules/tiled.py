@@ -12,17 +12,19 @@ Backward walks the same pieces, recomputes p = exp(s - lse), and needs nothing b
     dv += p^T do      dp = do v^T      ds = p * (dp - delta)      dq += ds k      dk += ds^T q
     with delta = sum(do * out) - dlse                 (FlashAttention-2, algorithm 2; dlse enters like a negative delta)
 
-Inputs in low precision are widened tile by tile: float32 products are several times faster on most CPUs, and more exact.
+Inputs in low precision are widened for a group at a time: on most CPUs float32 products are several times faster, and
+they are more exact.
 
 Legend: P pairs of (sequence, key head), G query heads of a pair, R rows, C columns, D and DV head dims.
-Tiles of scores are (sequences, heads, R, C) for masks and scores and (P, G * R, C) for products: a pair's query heads stand
-in the rows, so K and V are never repeated.
+Tiles of scores are (sequences, heads, R, C) for masks and scores and (P, G * R, C) for products: a pair's query heads
+stand in the rows, so K and V are never repeated.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, TypeGuard
 
@@ -36,7 +38,7 @@ from onchip.products import tame, weighted_sum
 from onchip.scores import hidden, sink_of, steps, taken
 from onchip.softmax import LOG2E
 from onchip.strides import empty_ordered
-from onchip.tile import WHOLE, PackedGeometry, PackedTile, RectGeometry, RectTile, per_head
+from onchip.tile import PackedGeometry, RectGeometry, Tile
 
 NAME = "tiled"
 SUMMARY = "the online-softmax loop in plain torch: linear memory, every feature, any device, training included"
@@ -54,8 +56,16 @@ def unsupported(problem: Problem) -> list[str]:
 def workspace_bytes(problem: Problem) -> int:
     """A few score tiles, and the widened K, V and their gradients of one group of heads."""
     width = problem.score_dtype.itemsize
-    tile = min(TILE_ELEMENTS, max(1, problem.length_q) * max(1, problem.length_k) * max(1, problem.batch * problem.heads_q))
+    tile = min(
+        TILE_ELEMENTS, max(1, problem.length_q) * max(1, problem.length_k) * max(1, problem.batch * problem.heads_q)
+    )
     return 3 * tile * width + 2 * problem.length_k * (problem.dim_qk + problem.dim_v) * 8 * width
+
+
+def tiles(problem: Problem) -> tuple[int, int]:
+    """Rows and columns of a tile of scores."""
+    group = next(_groups(problem, 1, problem.length_q, problem.length_k), None)
+    return (group.rows, group.columns) if group is not None else (ROWS, COLUMNS)
 
 
 def pairs(problem: Problem) -> int:
@@ -74,7 +84,7 @@ def pairs(problem: Problem) -> int:
     return count
 
 
-# Walking over the problem ----------------------------------------------------------------------------------------------
+# Walking over the problem
 
 
 @dataclass(frozen=True)
@@ -101,12 +111,10 @@ class Segment:
 
 
 def _segments(problem: Problem) -> Iterator[Segment]:
-    """The problem as segments. On a GPU lengths are never read, so there it is one segment with masks for what exists."""
+    """The problem as segments. On a GPU lengths are not read: one segment, with masks for what exists."""
     packed, everything = problem.layout == "packed", slice(0, problem.batch)
     if problem.device.type != "cpu":
-        yield Segment(
-            problem.geometry(), everything, slice(0, problem.length_q), slice(0, problem.length_k), packed
-        )
+        yield Segment(problem.geometry(), everything, slice(0, problem.length_q), slice(0, problem.length_k), packed)
         return
     if problem.layout == "dense" and not any(isinstance(diagonal, Tensor) for diagonal in problem.diagonals()):
         geometry = problem.geometry()
@@ -197,10 +205,10 @@ class Pieces:
             Visit(start, min(start + group.columns, size), self._may_hide) for start in range(0, size, group.columns)
         ]
 
-    def tile(self, group: Group, rows: slice, visit: Visit) -> RectTile | PackedTile:
+    def tile(self, group: Group, rows: slice, visit: Visit) -> Tile:
         return self._geometry.tile(group.batch, group.query_heads, rows, slice(visit.start, visit.stop))
 
-    def keep(self, group: Group, rows: slice, visit: Visit, tile: RectTile | PackedTile) -> Tensor | None:
+    def keep(self, group: Group, rows: slice, visit: Visit, tile: Tile) -> Tensor | None:
         """Visible pairs, bool, broadcastable to the tile, or None if all are."""
         keep = None
         if visit.partial:
@@ -229,14 +237,16 @@ def _hide(score: Tensor, keep: Tensor | None, careful: bool) -> Tensor:
 
 def _careful(problem: Problem, *tensors: Tensor | None) -> bool:
     """Whether hidden values may be non-finite. A GPU is not asked."""
-    if problem.device.type != "cpu":
-        return problem.mask is not None or problem.layout != "dense"
+    on_host = problem.device.type == "cpu"
+    hides = problem.mask is not None or any(step.may_hide for step in problem.scores)
+    if not on_host or not hides:
+        return hides or (not on_host and problem.layout != "dense")
     query, key, *others = tensors
     assert query is not None and key is not None
     return not tame(query, key, problem.scale, *others)
 
 
-# Forward ---------------------------------------------------------------------------------------------------------------
+# Forward
 
 
 def forward(problem: Problem, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
@@ -345,7 +355,7 @@ def _product(left: Tensor, right: Tensor, scratch: Tensor) -> Tensor:
     return torch.bmm(left, right, out=scratch[: math.prod(shape)].view(shape))
 
 
-# Backward --------------------------------------------------------------------------------------------------------------
+# Backward
 
 
 def backward(
@@ -362,7 +372,7 @@ def backward(
 ) -> list[Tensor | None]:
     """Gradients of query, key, value and of each of `tensors`, None where not needed.
 
-    `tensors` are those that the problem's score values hold; `needs` says which of (query, key, value, *tensors) are wanted.
+    `tensors` are the operator's; `needs` says which of (query, key, value, *tensors) want a gradient.
     """
     dtype = problem.score_dtype
     if grad_out is None:
@@ -393,10 +403,7 @@ def backward(
         grad_query,
         grad_key,
         grad_value,
-        *(
-            None if total is None else total.to(tensor.dtype)
-            for total, tensor in zip(totals, tensors, strict=True)
-        ),
+        *(None if total is None else total.to(tensor.dtype) for total, tensor in zip(totals, tensors, strict=True)),
     ]
 
 
@@ -499,9 +506,7 @@ class _Backward:
                 if dq is not None:
                     _add_sum(dq, ds, k[:, columns], seen)
             if grad_query is not None and dq is not None:
-                grad_query[group.batch, group.query_heads, rows] = (dq * problem.scale).view(
-                    q_all[:, :, rows].shape
-                )
+                grad_query[group.batch, group.query_heads, rows] = (dq * problem.scale).view(q_all[:, :, rows].shape)
         for grad, total in ((grad_key, dk), (grad_value, dv)):
             if grad is not None and total is not None:
                 part = grad[group.batch, group.key_heads]
@@ -510,13 +515,13 @@ class _Backward:
 
     def _delta(self, grad_out: Tensor, out: Tensor) -> Tensor:
         product = grad_out.to(self._dtype) * out.to(self._dtype)
-        if self._careful:
+        if self._careful or self._sink is not None:
             # a row that sees nothing has an output of 0 and must not know what gradient arrives there
             product = torch.where(out == 0, 0.0, product)
         return product.sum(-1)
 
     def _add_sink(self, group: Group, rows: slice, lse: Tensor, delta: Tensor) -> None:
-        """The sink is one more key whose value is 0: its weight is exp(sink - lse) and its score's gradient -weight * delta."""
+        """A sink is one more key whose value is 0: its weight is exp(sink - lse), its gradient -weight * delta."""
         assert self._sink is not None
         total = self._total(id(self._sink))
         if total is None:
@@ -524,9 +529,16 @@ class _Backward:
         tile = self._pieces.tile(group, rows, Visit(0, 0, False))
         sink = tile.take(self._sink, "head")[..., 0].to(self._dtype)
         weight = torch.exp(sink - lse.masked_fill(lse == -math.inf, math.inf))
-        tile.add(total, -(weight * delta)[..., None], "head")
+        with self._repeatable():
+            tile.add(total, -(weight * delta)[..., None].to(total.dtype), "head")
 
-    def _change(self, score: Tensor, tile: RectTile | PackedTile) -> tuple[Tensor, list[Tensor] | None]:
+    def _repeatable(self) -> AbstractContextManager[None]:
+        """Gathers are differentiated by additions whose order a GPU leaves open, unless it is told not to."""
+        if self._problem.deterministic and self._problem.device.type != "cpu":
+            return _deterministic_algorithms()
+        return nullcontext()
+
+    def _change(self, score: Tensor, tile: Tile) -> tuple[Tensor, list[Tensor] | None]:
         """The score after every step; with leaves (score first) if the steps must be differentiated."""
         if not self._differentiates:
             for step in self._changes:
@@ -546,11 +558,9 @@ class _Backward:
                 changed = step.apply(changed, tile, parameters)
         return changed, leaves
 
-    def _differentiate(
-        self, changed: Tensor, leaves: list[Tensor], gradient: Tensor, tile: RectTile | PackedTile
-    ) -> Tensor:
+    def _differentiate(self, changed: Tensor, leaves: list[Tensor], gradient: Tensor, tile: Tile) -> Tensor:
         """The gradient of the unchanged score; gradients of the steps' tensors are added to their totals."""
-        with _autograd():
+        with _autograd(), self._repeatable():
             grads: Sequence[Any] = torch.autograd.grad(changed, leaves, gradient, allow_unused=True)
         wanted = [
             (total, per)
@@ -558,9 +568,10 @@ class _Backward:
             for tensor, per in step.parameters
             if (total := self._total(id(tensor))) is not None
         ]
-        for (total, per), grad in zip(wanted, grads[1:], strict=True):
-            if grad is not None:
-                tile.add(total, grad.to(total.dtype), per)
+        with self._repeatable():
+            for (total, per), grad in zip(wanted, grads[1:], strict=True):
+                if grad is not None:
+                    tile.add(total, grad.to(total.dtype), per)
         return grads[0] if grads[0] is not None else torch.zeros_like(gradient)
 
 
@@ -588,6 +599,16 @@ def _add_sum(total: Tensor, weights: Tensor, columns: Tensor, seen: Tensor | Non
         total.baddbmm_(weights, columns)
     else:
         total.add_(weighted_sum(weights, columns, seen))
+
+
+@contextmanager
+def _deterministic_algorithms() -> Iterator[None]:
+    before, warned = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before, warn_only=warned)
 
 
 def _autograd() -> Any:
