@@ -11,6 +11,7 @@ from torch import Tensor
 from onchip import dispatch, masks, ops
 from onchip.dispatch import Plan, ScheduleName
 from onchip.masks import Mask
+from onchip.ops import autocasts
 from onchip.problem import Problem, check_inputs, check_lengths, check_number, layout_shape
 from onchip.scores import Score, ordered
 
@@ -330,7 +331,7 @@ def plan_varlen(
 
 def _autocast(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Under torch.autocast the inputs take its dtype, as torch's own attention does; float64 stays."""
-    if isinstance(query, Tensor) and torch.is_autocast_enabled(query.device.type):
+    if isinstance(query, Tensor) and autocasts(query.device):
         dtype = torch.get_autocast_dtype(query.device.type)
         inputs = (query, key, value)
         if all(isinstance(part, Tensor) and part.is_floating_point() for part in inputs):

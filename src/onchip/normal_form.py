@@ -107,7 +107,7 @@ class NormalForm:
         if low >= high:
             return []
         full_low, full_high = min(full_low, high), max(full_high, low)
-        if full_low < full_high:
+        if full_high - full_low >= BLOCK or (full_low == low and full_high == high):
             pieces = [Visit(low, full_low, True), Visit(full_low, full_high, False), Visit(full_high, high, True)]
         else:
             pieces = [Visit(low, high, True)]

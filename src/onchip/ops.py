@@ -59,9 +59,14 @@ def check_values(problem: Problem) -> None:
         problem.check_values()
 
 
+def autocasts(device: torch.device) -> bool:
+    """Whether torch.autocast is on for the device."""
+    return torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type)
+
+
 def _full_precision(device: torch.device) -> AbstractContextManager[None]:
     """The public functions have cast the inputs; autocast must not narrow the products inside as well."""
-    if torch.is_autocast_enabled(device.type):
+    if autocasts(device):
         return torch.autocast(device.type, enabled=False)
     return nullcontext()
 

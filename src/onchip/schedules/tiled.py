@@ -36,7 +36,6 @@ from onchip.normal_form import NormalForm, Visit
 from onchip.problem import Problem
 from onchip.products import tame, weighted_sum
 from onchip.scores import hidden, sink_of, steps, taken
-from onchip.softmax import LOG2E
 from onchip.strides import empty_ordered
 from onchip.tile import PackedGeometry, RectGeometry, Tile
 
@@ -286,16 +285,14 @@ def _forward_group(
     v = group.of_keys(value, dtype)  # (P, C, DV)
     q_all = group.of_queries(query)
     changes = steps(problem.scores)
-    # scores in base 2 save a multiplication per weight, but a bias may be too large to scale (clause 3)
-    base2 = not changes
     scratch = torch.empty(
         q_all.shape[0] * q_all.shape[1] * group.rows * group.columns, dtype=dtype, device=query.device
     )
     sink = sink_of(problem.scores)
     for start in range(0, q_all.shape[2], group.rows):
         rows = slice(start, min(start + group.rows, q_all.shape[2]))
-        q = _scaled(q_all[:, :, rows], problem.scale * (LOG2E if base2 else 1.0), dtype, k.shape[0])
-        running = softmax.Running(base2)
+        q = _scaled(q_all[:, :, rows], problem.scale, dtype, k.shape[0])
+        running = softmax.Running()
         tile = None
         for visit in pieces.visits(group, rows):
             tile = pieces.tile(group, rows, visit)
@@ -314,7 +311,7 @@ def _forward_group(
                 None if dropout is None else dropout.view(s.shape),
                 seen,
             )
-        _write(problem, pieces, group, rows, running.state(), sink, out, lse)
+        _write(problem, pieces, group, rows, running.state, sink, out, lse)
 
 
 def _write(
@@ -421,7 +418,6 @@ class _Backward:
     ) -> None:
         self._problem, self._pieces, self._careful, self._dtype = problem, pieces, careful, dtype
         self._changes = steps(problem.scores)
-        self._base2 = not self._changes
         by_identity = {id(tensor): total for tensor, total in zip(tensors, totals, strict=True)}
         self._total = by_identity.get
         # an additive step that wants no gradient leaves the gradient of the score as it is
@@ -468,21 +464,23 @@ class _Backward:
             delta = delta.reshape(k.shape[0], -1, 1)
             # a row that sees nothing weighs nothing: exp(s - inf) is 0
             shift = row_lse.masked_fill(row_lse == -math.inf, math.inf).reshape(k.shape[0], -1, 1)
-            shift = shift * LOG2E if self._base2 else shift
-            q_base = q * LOG2E if self._base2 else q
             dq = torch.zeros_like(q) if grad_query is not None else None
-            for visit in self._pieces.visits(group, rows):
+            visits = self._pieces.visits(group, rows)
+            for visit in visits:
                 columns = slice(visit.start, visit.stop)
                 tile = self._pieces.tile(group, rows, visit)
                 keep = self._pieces.keep(group, rows, visit, tile)
-                s = _product(q_base, k[:, columns].mT, scratch[0])  # (P, G * R, C)
+                s = _product(q, k[:, columns].mT, scratch[0])  # (P, G * R, C)
                 shape = (*row_lse.shape, visit.stop - visit.start)
                 changed, leaves = self._change(s.view(shape), tile)
                 # a step may have saved its own result for its gradient
                 score = _hide(changed if leaves is None else changed.detach().clone(), keep, self._careful)
                 seen = (score != -math.inf).view(s.shape) if self._careful else None
-                p = score.reshape(s.shape).sub_(shift)
-                p = p.exp2_() if self._base2 else p.exp_()
+                if len(visits) == 1:
+                    # a row that is whole in one piece need not take its LSE, which is rounded, for its sum
+                    p = softmax.weights_(score, self._sink_logits(tile)).reshape(s.shape)
+                else:
+                    p = softmax.exp_(score.reshape(s.shape).sub_(shift))
                 if seen is not None:
                     p.masked_fill_(~seen, 0.0)
                 dropout = problem.dropout_keep(tile)
@@ -522,15 +520,19 @@ class _Backward:
 
     def _add_sink(self, group: Group, rows: slice, lse: Tensor, delta: Tensor) -> None:
         """A sink is one more key whose value is 0: its weight is exp(sink - lse), its gradient -weight * delta."""
-        assert self._sink is not None
         total = self._total(id(self._sink))
         if total is None:
             return
         tile = self._pieces.tile(group, rows, Visit(0, 0, False))
-        sink = tile.take(self._sink, "head")[..., 0].to(self._dtype)
-        weight = torch.exp(sink - lse.masked_fill(lse == -math.inf, math.inf))
+        logits = self._sink_logits(tile)
+        assert logits is not None
+        weight = torch.exp(logits - lse.masked_fill(lse == -math.inf, math.inf)[..., None])
         with self._repeatable():
-            tile.add(total, -(weight * delta)[..., None].to(total.dtype), "head")
+            tile.add(total, -(weight * delta[..., None]).to(total.dtype), "head")
+
+    def _sink_logits(self, tile: Tile) -> Tensor | None:
+        """(1, heads, 1, 1) or None."""
+        return None if self._sink is None else tile.take(self._sink, "head").to(self._dtype)
 
     def _repeatable(self) -> AbstractContextManager[None]:
         """Gathers are differentiated by additions whose order a GPU leaves open, unless it is told not to."""
