@@ -1,0 +1,59 @@
+# `make demo` and `make test` build their own virtual environment in .venv the first time.
+
+PYTHON ?= python3
+PIP := -m pip --disable-pip-version-check install --quiet -c constraints-dev.txt
+INSTALLED := .venv/.installed
+WHEEL_INSTALLED := .venv-wheel/.installed
+
+# A Python without ensurepip (Debian's without python3-venv) leaves half an environment behind: start over with virtualenv.
+make_venv = $(PYTHON) -m venv --clear $(1) || { \
+	rm -rf $(1) .boot && \
+	$(PYTHON) -m pip --disable-pip-version-check install --quiet --target .boot virtualenv && \
+	PYTHONPATH=.boot $(PYTHON) -m virtualenv --quiet $(1); } || { \
+	echo "cannot make a virtual environment: install python3-venv or python3-pip, or name another Python: make PYTHON=..."; \
+	exit 1; }
+
+.PHONY: demo test setup lint gpu-test wheel-test clean
+.NOTPARALLEL:
+
+demo: $(INSTALLED)
+	.venv/bin/onchip demo
+
+test: lint wheel-test
+	.venv/bin/python -m pytest -m "not gpu" -n 2
+
+setup: $(INSTALLED)
+
+lint: $(INSTALLED)
+	.venv/bin/ruff check
+	.venv/bin/ruff format --check
+	.venv/bin/mypy
+
+# With the Python, torch and pytest that the GPU machine already has.
+gpu-test:
+	PYTHONPATH=src $(PYTHON) -m pytest -m gpu
+
+# The built wheel in an environment that holds nothing but what the wheel asks for.
+wheel-test: $(INSTALLED) $(WHEEL_INSTALLED)
+	rm -rf dist
+	.venv/bin/python -m build --wheel --quiet
+	.venv-wheel/bin/python $(PIP) --force-reinstall --no-deps dist/onchip-*.whl
+	.venv-wheel/bin/python $(PIP) dist/onchip-*.whl
+	.venv-wheel/bin/python -m pip --disable-pip-version-check check
+	.venv-wheel/bin/python -I -W "ignore:Failed to initialize NumPy" .ci/check_wheel.py
+
+clean:
+	rm -rf .venv .venv-wheel .boot build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache demo.png
+	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# torch goes first and alone, so that nothing that needs a torch can choose another build of it.
+$(INSTALLED): pyproject.toml constraints-dev.txt
+	@test -x .venv/bin/python -a -x .venv/bin/pip || $(call make_venv,.venv)
+	.venv/bin/python $(PIP) torch==2.13.0
+	.venv/bin/python $(PIP) -e '.[dev]'
+	touch $@
+
+$(WHEEL_INSTALLED): constraints-dev.txt
+	@$(call make_venv,.venv-wheel)
+	.venv-wheel/bin/python $(PIP) torch==2.13.0
+	touch $@

@@ -1,0 +1,1 @@
+"""Other libraries' attention, run on onchip."""
