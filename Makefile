@@ -1,5 +1,8 @@
 # `make demo` and `make test` build their own virtual environment in .venv the first time.
 
+# Threads that spin while they wait slow tiles of small products tenfold where others share the cores.
+export OMP_WAIT_POLICY ?= PASSIVE
+
 PYTHON ?= python3
 PIP := -m pip --disable-pip-version-check install --quiet -c constraints-dev.txt
 INSTALLED := .venv/.installed

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Literal
 
 from torch import Tensor
@@ -127,7 +128,7 @@ class Plan:
         """Rows and columns of a tile of scores."""
         return schedules()[self.forward].tiles(self.problem)
 
-    @property
+    @cached_property
     def pairs(self) -> int:
         """Pairs of (query, key) whose score the forward computes, over all sequences and query heads."""
         return schedules()[self.forward].pairs(self.problem)

@@ -93,6 +93,14 @@ class NormalForm:
         self._start = start if self._start is None else torch.maximum(self._start, start)
         self._stop = stop if self._stop is None else torch.minimum(self._stop, stop)
 
+    @property
+    def uniform(self) -> bool:
+        """Whether every sequence and head sees the same pieces."""
+        varying = [bound.shape[0] for bound in (self._start, self._stop) if bound is not None]
+        if self._states is not None:
+            varying += self._states.shape[:2]
+        return all(size == 1 for size in varying)
+
     def visits(self, batch: slice, heads: slice, rows: slice, width: int) -> list[Visit]:
         """Where rows [start, stop) of these sequences and heads must look, in pieces of at most `width` columns."""
         low, full_low, full_high, high = 0, 0, self._columns, self._columns

@@ -72,13 +72,19 @@ def pairs(problem: Problem) -> int:
     count = 0
     for segment in _segments(problem):
         pieces = Pieces(problem, segment, False)
-        sequences = segment.batch.stop - segment.batch.start if not segment.packed else 1
+        sequences = 1 if segment.packed else segment.batch.stop - segment.batch.start
         length_q, length_k = segment.rows.stop - segment.rows.start, segment.columns.stop - segment.columns.start
-        for group in _groups(problem, sequences, length_q, length_k):
-            height = (group.batch.stop - group.batch.start) * (group.query_heads.stop - group.query_heads.start)
+        groups = list(_groups(problem, sequences, length_q, length_k))
+        heights = [
+            (group.batch.stop - group.batch.start) * (group.query_heads.stop - group.query_heads.start)
+            for group in groups
+        ]
+        if pieces.uniform:
+            groups, heights = groups[:1], [sum(heights)]
+        for group, height in zip(groups, heights, strict=True):
             for start in range(0, length_q, group.rows):
                 rows = slice(start, min(start + group.rows, length_q))
-                width = sum(visit.stop - visit.start for visit in pieces.visits(group, rows))
+                width = sum(visit.stop - visit.start for visit in pieces.visits(group, rows, whole=True))
                 count += height * (rows.stop - rows.start) * width
     return count
 
@@ -196,13 +202,18 @@ class Pieces:
         masked = problem.layout != "dense" or problem.mask is not None
         self._may_hide = masked
 
-    def visits(self, group: Group, rows: slice) -> list[Visit]:
-        if self._form is not None:
-            return self._form.visits(group.batch, group.query_heads, rows, group.columns)
+    @property
+    def uniform(self) -> bool:
+        """Whether every sequence and head walks over the same pieces."""
+        return self._form is None or self._form.uniform
+
+    def visits(self, group: Group, rows: slice, whole: bool = False) -> list[Visit]:
+        """What the rows walk over, in pieces as wide as a tile, or as they come if `whole`."""
         size = self._geometry.columns
-        return [
-            Visit(start, min(start + group.columns, size), self._may_hide) for start in range(0, size, group.columns)
-        ]
+        width = max(1, size) if whole else group.columns
+        if self._form is not None:
+            return self._form.visits(group.batch, group.query_heads, rows, width)
+        return [Visit(start, min(start + width, size), self._may_hide) for start in range(0, size, width)]
 
     def tile(self, group: Group, rows: slice, visit: Visit) -> Tile:
         return self._geometry.tile(group.batch, group.query_heads, rows, slice(visit.start, visit.stop))

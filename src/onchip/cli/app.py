@@ -1,0 +1,182 @@
+"""The commands, their options and how they end."""
+
+from __future__ import annotations
+
+import enum
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+
+from onchip._version import __version__
+from onchip.cli import INTERRUPTED, WRONG_USE
+
+app = typer.Typer(
+    name="onchip",
+    help="Exact attention for PyTorch that keeps its quadratic intermediates on the chip.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+)
+UsageError: type[Exception] = typer.BadParameter.__mro__[1]
+
+
+class Dtype(str, enum.Enum):
+    """The dtypes of the contract."""
+
+    float16 = "float16"
+    bfloat16 = "bfloat16"
+    float32 = "float32"
+    float64 = "float64"
+
+
+def run(arguments: Sequence[str] | None = None) -> int:
+    """Run one command line and return its exit status."""
+    try:
+        status = app(args=arguments, prog_name="onchip", standalone_mode=False)
+    except UsageError as error:
+        # typer says more lines, in a box; one is enough.
+        message = " ".join(error.format_message().split())  # type: ignore[attr-defined]
+        return _fail(message, WRONG_USE) if message else WRONG_USE
+    except (KeyboardInterrupt, typer.Abort):
+        status = INTERRUPTED
+    if status == INTERRUPTED:
+        return _fail("interrupted", INTERRUPTED)
+    return int(status or 0)
+
+
+def _fail(message: str, status: int) -> int:
+    print(f"onchip: {message}", file=sys.stderr)
+    return status
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"onchip {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def onchip(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    pass
+
+
+@app.command()
+def demo(
+    tokens: Annotated[
+        str | None, typer.Option(help="Lengths, separated by commas (default: 1024,2048,4096,8192,16384)")
+    ] = None,
+    heads: Annotated[int, typer.Option(min=1, help="Attention heads.")] = 4,
+    dim: Annotated[int, typer.Option(min=1, max=256, help="Size of a head.")] = 64,
+    causal: Annotated[bool, typer.Option(help="Let a token see only itself and those before it.")] = True,
+    dtype: Annotated[Dtype, typer.Option(help="Data type of query, key and value.")] = Dtype.float32,
+    device: Annotated[str, typer.Option(help="Where to run: cpu, cuda or cuda:<index>.")] = "cpu",
+    output: Annotated[Path, typer.Option(help="Where to write the picture.")] = Path("demo.png"),
+    quick: Annotated[bool, typer.Option("--quick", help="Only 256 and 512 tokens.")] = False,
+    no_model: Annotated[bool, typer.Option("--no-model", help="Leave the sentence model out.")] = False,
+) -> int:
+    """Run a sentence model with onchip inside, then exact attention on long sequences beside standard attention."""
+    from onchip.bench.demo.lengths import Setting
+    from onchip.cli.demo import run_demo
+
+    lengths = _lengths(tokens or ("256,512" if quick else "1024,2048,4096,8192,16384"))
+    setting = Setting(heads=heads, dim=dim, causal=causal, dtype=_dtype(dtype), device=_device(device))
+    return run_demo(tokens=lengths, setting=setting, output=output, with_model=not no_model)
+
+
+@app.command()
+def plan(
+    batch: Annotated[int, typer.Option(min=0, help="Sequences.")] = 1,
+    heads: Annotated[int, typer.Option(min=0, help="Heads of the query.")] = 8,
+    kv_heads: Annotated[int | None, typer.Option(help="Heads of key and value (default: as --heads)")] = None,
+    length: Annotated[int, typer.Option(min=0, help="Tokens of the query.")] = 4096,
+    key_length: Annotated[int | None, typer.Option(help="Tokens of key and value (default: as --length)")] = None,
+    dim: Annotated[int, typer.Option(min=1, help="Size of a head in query and key.")] = 64,
+    dim_value: Annotated[int | None, typer.Option(help="Size of a head in value (default: as --dim)")] = None,
+    dtype: Annotated[Dtype, typer.Option(help="Data type of query, key and value.")] = Dtype.float32,
+    device: Annotated[str, typer.Option(help="Where it would run: cpu, cuda or cuda:<index>.")] = "cpu",
+    causal: Annotated[bool, typer.Option("--causal", help="Bottom-right causal mask.")] = False,
+    window: Annotated[
+        str | None, typer.Option(metavar="LEFT,RIGHT", help="Inclusive window, as 127,0; an empty side has no bound.")
+    ] = None,
+    softcap: Annotated[float | None, typer.Option(help="Cap the scores: cap * tanh(score / cap).")] = None,
+    scale: Annotated[float | None, typer.Option(help="Scale of the scores (default: dim ** -0.5)")] = None,
+    dropout: Annotated[float, typer.Option(help="Probability that a weight is dropped.")] = 0.0,
+    deterministic: Annotated[bool, typer.Option("--deterministic", help="Ask for equal bits over repeats.")] = False,
+    schedule: Annotated[str | None, typer.Option(help="Ask for this schedule (default: onchip chooses)")] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> int:
+    """Print how onchip would run a problem, and why not otherwise. Computes nothing."""
+    from onchip.cli.plan import run_plan
+
+    return run_plan(
+        batch=batch,
+        heads=heads,
+        kv_heads=heads if kv_heads is None else kv_heads,
+        length=length,
+        key_length=length if key_length is None else key_length,
+        dim=dim,
+        dim_value=dim if dim_value is None else dim_value,
+        dtype=_dtype(dtype),
+        device=_device(device),
+        causal=causal,
+        window=_window(window),
+        softcap=softcap,
+        scale=scale,
+        dropout=dropout,
+        deterministic=deterministic or None,
+        schedule=schedule,
+        as_json=json,
+    )
+
+
+@app.command()
+def doctor(json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> int:
+    """Say what runs on this machine and, for what does not, why. Exit status 1 if a schedule gives a wrong result."""
+    from onchip.cli.doctor import run_doctor
+
+    return run_doctor(as_json=json)
+
+
+def _lengths(text: str) -> list[int]:
+    try:
+        lengths = [int(part) for part in text.split(",")]
+    except ValueError:
+        lengths = []
+    if not lengths or min(lengths) < 1:
+        raise typer.BadParameter(f"--tokens takes positive whole numbers separated by commas: got {text!r}")
+    return sorted(set(lengths))
+
+
+def _window(text: str | None) -> tuple[int | None, int | None] | None:
+    if text is None:
+        return None
+    try:
+        left, right = (int(side) if side.strip() else None for side in text.split(","))
+    except ValueError:
+        raise typer.BadParameter(f"--window takes two whole numbers, LEFT,RIGHT: got {text!r}") from None
+    return left, right
+
+
+def _dtype(dtype: Dtype) -> torch.dtype:
+    return getattr(torch, dtype.value)
+
+
+def _device(text: str) -> str:
+    try:
+        device = torch.device(text)
+    except RuntimeError:
+        raise typer.BadParameter(f"--device takes cpu, cuda or cuda:<index>: got {text!r}") from None
+    if device.type not in ("cpu", "cuda"):
+        raise typer.BadParameter(f"--device takes cpu, cuda or cuda:<index>: got {text!r}")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise typer.BadParameter(f"--device {text}: torch finds {torch.cuda.device_count()} CUDA devices here")
+    return text

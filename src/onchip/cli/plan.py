@@ -1,0 +1,73 @@
+"""`onchip plan`: how a problem described by options would run."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+import torch
+import typer
+
+import onchip
+
+
+def run_plan(
+    *,
+    batch: int,
+    heads: int,
+    kv_heads: int,
+    length: int,
+    key_length: int,
+    dim: int,
+    dim_value: int,
+    dtype: torch.dtype,
+    device: str,
+    causal: bool,
+    window: tuple[int | None, int | None] | None,
+    softcap: float | None,
+    scale: float | None,
+    dropout: float,
+    deterministic: bool | None,
+    schedule: str | None,
+    as_json: bool,
+) -> int:
+    """Print the plan; the exit status is 1 if no schedule that was asked for runs the problem."""
+    # One element, seen as the whole tensor: a plan reads shapes, so a problem of any size takes no memory.
+    element = torch.zeros((), dtype=dtype, device=device)
+    try:
+        plan = onchip.plan(
+            element.expand(batch, heads, length, dim),
+            element.expand(batch, kv_heads, key_length, dim),
+            element.expand(batch, kv_heads, key_length, dim_value),
+            causal=causal,
+            window=window,
+            score=None if softcap is None else onchip.scores.softcap(softcap),
+            scale=scale,
+            dropout_p=dropout,
+            deterministic=deterministic,
+            schedule=schedule,  # type: ignore[arg-type]
+        )
+    except onchip.Unsupported as refusal:
+        print(f"onchip: {refusal}", file=sys.stderr)
+        return 1
+    except (ValueError, TypeError) as error:
+        raise typer.BadParameter(str(error)) from None
+    print(json.dumps(_facts(plan), indent=1) if as_json else plan)
+    return 0
+
+
+def _facts(plan: onchip.Plan) -> dict[str, Any]:
+    return {
+        "problem": plan.problem.describe(),
+        "forward": plan.forward,
+        "backward": plan.backward,
+        "second_derivative": plan.second_derivative,
+        "not_chosen": plan.reasons,
+        "computed_pairs": plan.pairs,
+        "forward_flops": plan.flops,
+        "backward_flops": plan.backward_flops,
+        "minimum_bytes": plan.minimum_bytes,
+        "workspace_bytes": plan.workspace_bytes,
+        "notes": list(plan.notes),
+    }
