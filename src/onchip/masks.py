@@ -12,41 +12,27 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import reduce
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from onchip.checks import (
+    check_bool,
+    check_diagonal,
+    check_diagonal_value,
+    check_pairs,
+    check_side,
+    check_vector,
+    describe,
+)
 from onchip.functions import Traced, Untraced, by_name, trace
 from onchip.lowering import Node, Reader, Writer, kind
-from onchip.tile import Diagonal, RectGeometry, RectTile, Tile, rank4
+from onchip.states import FULL, Grid, extremes, pool, pooled_states, state_of
+from onchip.tile import Diagonal, Tile, rank4
 
 if TYPE_CHECKING:
     from onchip.problem import Problem
-
-EMPTY, PARTIAL, FULL = 0, 1, 2
-"""States of a tile, ordered so that `&` is the minimum, `|` the maximum and `~` is 2 - state."""
-
-
-class Grid(Protocol):
-    """Tiles of block_q x block_k that cover the scores of a geometry."""
-
-    @property
-    def geometry(self) -> RectGeometry: ...
-
-    @property
-    def block_q(self) -> int: ...
-
-    @property
-    def block_k(self) -> int: ...
-
-    def rows(self) -> tuple[Tensor, Tensor]:
-        """First and last row of each block of rows, int64 (blocks_q,)."""
-
-    def columns(self) -> tuple[Tensor, Tensor]: ...
-
-    def strips(self) -> Iterator[RectTile]:
-        """A tile of all columns for each block of rows."""
 
 
 class Mask(ABC):
@@ -211,6 +197,8 @@ class Band(Mask):
     diagonal: Diagonal = "bottom-right"
 
     def __str__(self) -> str:
+        if (self.left, self.right, self.diagonal) == (None, 0, "bottom-right"):
+            return "causal"
         diagonal = "per sequence" if isinstance(self.diagonal, Tensor) else self.diagonal
         return f"window({self.left}, {self.right}) around {diagonal}"
 
@@ -238,7 +226,7 @@ class Band(Mask):
         if self.right is not None:
             full &= farthest <= self.right
             empty |= nearest > self.right
-        return _state(any_kept=~empty, all_kept=full)[:, None]
+        return state_of(any_kept=~empty, all_kept=full)[:, None]
 
     def lower(self, writer: Writer) -> str:
         return f"('band',{writer.integer(self.left)},{writer.integer(self.right)},{writer.diagonal(self.diagonal)})"
@@ -264,8 +252,8 @@ class Keys(Mask):
 
     def states(self, grid: Grid) -> Tensor:
         kept = grid.geometry.whole().take_columns(self.kept)
-        any_kept, all_kept = _pool(kept, grid.block_k)
-        return _state(any_kept, all_kept)
+        any_kept, all_kept = pool(kept, grid.block_k)
+        return state_of(any_kept, all_kept)
 
     def lower(self, writer: Writer) -> str:
         return f"('keys',{writer.tensor(self.kept)})"
@@ -275,7 +263,7 @@ class Keys(Mask):
         return cls(reader.tensor(node[0]))
 
     def check(self, problem: Problem) -> None:
-        _check_vector("masks.keys: keep", self.kept, problem, "key")
+        check_vector("masks.keys: keep", self.kept, problem, "key")
 
 
 @kind("documents")
@@ -289,12 +277,12 @@ class Documents(Mask):
 
     def states(self, grid: Grid) -> Tensor:
         whole = grid.geometry.whole()
-        q_low, q_high = _extremes(whole.take_rows(self.query_ids)[:, 0, :, 0], grid.block_q)
-        k_low, k_high = _extremes(whole.take_columns(self.key_ids)[:, 0, 0, :], grid.block_k)
+        q_low, q_high = extremes(whole.take_rows(self.query_ids)[:, 0, :, 0], grid.block_q)
+        k_low, k_high = extremes(whole.take_columns(self.key_ids)[:, 0, 0, :], grid.block_k)
         q_low, q_high, k_low, k_high = q_low[..., None], q_high[..., None], k_low[:, None], k_high[:, None]
         meet = (q_low <= k_high) & (k_low <= q_high)
         same = (q_low == q_high) & (k_low == k_high) & (q_low == k_low)
-        return _state(meet, same)[:, None]
+        return state_of(meet, same)[:, None]
 
     def lower(self, writer: Writer) -> str:
         return f"('documents',{writer.tensor(self.query_ids)},{writer.tensor(self.key_ids)})"
@@ -304,8 +292,8 @@ class Documents(Mask):
         return cls(reader.tensor(node[0]), reader.tensor(node[1]))
 
     def check(self, problem: Problem) -> None:
-        _check_vector("masks.documents: query_ids", self.query_ids, problem, "query")
-        _check_vector("masks.documents: key_ids", self.key_ids, problem, "key")
+        check_vector("masks.documents: query_ids", self.query_ids, problem, "query")
+        check_vector("masks.documents: key_ids", self.key_ids, problem, "key")
 
 
 @kind("blocks")
@@ -337,7 +325,7 @@ class Blocks(Mask):
         (top, bottom), (left, right) = ranges
         top, bottom = top[:, None], bottom[:, None]
         count = sums[..., bottom, right] - sums[..., top, right] - sums[..., bottom, left] + sums[..., top, left]
-        return _state(count > 0, count == (bottom - top) * (right - left))
+        return state_of(count > 0, count == (bottom - top) * (right - left))
 
     def lower(self, writer: Writer) -> str:
         return f"('blocks',{writer.tensor(self.kept)},{writer.integer(self.size_q)},{writer.integer(self.size_k)})"
@@ -368,7 +356,7 @@ class Pairs(Mask):
         return tile.take(self.kept, "pair")
 
     def states(self, grid: Grid) -> Tensor:
-        return _pooled_states(self, grid)
+        return pooled_states(self.keep, grid)
 
     def lower(self, writer: Writer) -> str:
         return f"('tensor',{writer.tensor(self.kept)})"
@@ -393,7 +381,7 @@ class Predicate(Mask):
         return self.function(tile.batch, tile.head, tile.row, tile.column)
 
     def states(self, grid: Grid) -> Tensor:
-        return _pooled_states(self, grid)
+        return pooled_states(self.keep, grid)
 
     def lower(self, writer: Writer) -> str:
         captured = "".join(f"{writer.tensor(value)}," for value in self.function.tensors)
@@ -417,7 +405,7 @@ def causal(diagonal: Diagonal = "bottom-right") -> Mask:
         diagonal: "bottom-right" (offset length_k - length_q: the last query sees the last key), "top-left" (offset 0,
             what `F.scaled_dot_product_attention(is_causal=True)` means), an int offset, or an int tensor (batch,).
     """
-    return Band(None, 0, _diagonal(diagonal))
+    return Band(None, 0, check_diagonal_value(diagonal))
 
 
 def window(left: int | None, right: int | None, diagonal: Diagonal = "bottom-right") -> Mask:
@@ -429,7 +417,7 @@ def window(left: int | None, right: int | None, diagonal: Diagonal = "bottom-rig
         TypeError: a side is not an int.
         ValueError: a side is negative.
     """
-    return Band(_side("left", left), _side("right", right), _diagonal(diagonal))
+    return Band(check_side("left", left), check_side("right", right), check_diagonal_value(diagonal))
 
 
 def keys(keep: Tensor) -> Mask:
@@ -438,7 +426,7 @@ def keys(keep: Tensor) -> Mask:
     Args:
         keep: bool, (batch, length_k) or (length_k,); packed: (tokens_k,). True is visible.
     """
-    _bool("masks.keys: keep", keep)
+    check_bool("masks.keys: keep", keep)
     return Keys(keep)
 
 
@@ -452,7 +440,7 @@ def documents(query_ids: Tensor, key_ids: Tensor | None = None) -> Mask:
     key_ids = query_ids if key_ids is None else key_ids
     for name, ids in (("query_ids", query_ids), ("key_ids", key_ids)):
         if not isinstance(ids, Tensor) or ids.dtype not in (torch.int32, torch.int64):
-            raise TypeError(f"masks.documents: {name} must be an int32 or int64 tensor, got {_describe(ids)}")
+            raise TypeError(f"masks.documents: {name} must be an int32 or int64 tensor, got {describe(ids)}")
     return Documents(query_ids, key_ids)
 
 
@@ -463,7 +451,7 @@ def blocks(keep: Tensor, size: int | tuple[int, int] = 128) -> Mask:
         keep: bool, rank 2 to 4, broadcastable to (batch, heads_q, ceil(length_q / size_q), ceil(length_k / size_k)).
         size: rows and columns of a block, one int or (size_q, size_k).
     """
-    _bool("masks.blocks: keep", keep)
+    check_bool("masks.blocks: keep", keep)
     if not 2 <= keep.dim() <= 4:
         raise ValueError(f"masks.blocks: keep must have rank 2 to 4, got shape {tuple(keep.shape)}")
     size_q, size_k = (size, size) if isinstance(size, int) else size
@@ -479,7 +467,7 @@ def tensor(keep: Tensor) -> Mask:
         keep: bool, broadcastable to (batch, heads_q, length_q, length_k). True is visible. Additive masks are
             `scores.bias`.
     """
-    _bool("masks.tensor: keep", keep)
+    check_bool("masks.tensor: keep", keep)
     if keep.dim() > 4:
         raise ValueError(f"masks.tensor: keep must have at most rank 4, got shape {tuple(keep.shape)}")
     return Pairs(keep)
@@ -502,143 +490,3 @@ def predicate(fn: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]) -> Mask:
 def every(parts: Sequence[Mask]) -> Mask:
     """The intersection of one or more masks."""
     return reduce(operator.and_, parts)
-
-
-# Shared checks
-
-
-def _describe(value: Any) -> str:
-    if isinstance(value, Tensor):
-        return f"a {value.dtype} tensor of shape {tuple(value.shape)}"
-    return f"{type(value).__name__} {value!r}"
-
-
-def _bool(name: str, value: Any) -> None:
-    if not isinstance(value, Tensor) or value.dtype != torch.bool:
-        hint = (
-            "; an additive float mask is scores.bias(tensor)"
-            if isinstance(value, Tensor) and value.is_floating_point()
-            else ""
-        )
-        raise TypeError(f"{name} must be a bool tensor (True is visible), got {_describe(value)}{hint}")
-
-
-def _side(name: str, value: Any) -> int | None:
-    if value is None:
-        return None
-    if isinstance(value, bool) or not isinstance(value, int | torch.SymInt):
-        raise TypeError(f"window: {name} must be an int or None (unbounded), got {_describe(value)}")
-    if value < 0:
-        raise ValueError(f"window: {name} must be at least 0, or None for unbounded, got {value}")
-    return value  # type: ignore[return-value]
-
-
-def _diagonal(value: Any) -> Diagonal:
-    if isinstance(value, str):
-        if value not in ("bottom-right", "top-left"):
-            raise ValueError(
-                f"diagonal must be 'bottom-right', 'top-left', an int or an int tensor (batch,), got {value!r}"
-            )
-    elif isinstance(value, Tensor):
-        if value.dtype not in (torch.int32, torch.int64) or value.dim() != 1:
-            raise TypeError(f"a diagonal tensor must be int32 or int64 of shape (batch,), got {_describe(value)}")
-    elif isinstance(value, bool) or not isinstance(value, int | torch.SymInt):
-        raise TypeError(
-            f"diagonal must be 'bottom-right', 'top-left', an int or an int tensor (batch,), got {_describe(value)}"
-        )
-    return value
-
-
-def check_diagonal(diagonal: Diagonal, problem: Problem) -> None:
-    if isinstance(diagonal, Tensor):
-        problem.check_device("diagonal", diagonal)
-        if diagonal.shape[0] != problem.batch:
-            raise ValueError(
-                f"a diagonal tensor must have one entry for each of {problem.batch} sequences, got {diagonal.shape[0]}"
-            )
-
-
-def check_pairs(
-    name: str,
-    value: Tensor,
-    problem: Problem,
-    rows: int | None,
-    columns: int | None,
-    row_name: str = "length_q",
-    column_name: str = "length_k",
-) -> None:
-    """The tensor must broadcast to (batch, heads_q, rows, columns); None leaves an extent to the values."""
-    problem.check_device(name, value)
-    wanted = (problem.batch, problem.heads_q, rows, columns)[4 - value.dim() :] if value.dim() else ()
-    fits = value.dim() <= 4 and all(
-        want is None or have == want or have == 1 for have, want in zip(value.shape, wanted, strict=True)
-    )
-    if not fits:
-        shown = tuple(
-            column if want is None else want
-            for want, column in zip(
-                (problem.batch, problem.heads_q, rows, columns),
-                ("batch", "heads_q", row_name, column_name),
-                strict=True,
-            )
-        )
-        raise ValueError(
-            f"{name} must broadcast to (batch, heads_q, {row_name}, {column_name}) = {shown}, got {tuple(value.shape)}"
-        )
-
-
-def _check_vector(name: str, value: Tensor, problem: Problem, side: str) -> None:
-    problem.check_device(name, value)
-    extent = problem.length_q if side == "query" else problem.length_k
-    if problem.layout == "packed":
-        if value.dim() != 1 or value.shape[0] != extent:
-            raise ValueError(f"{name} must have one entry for each {side} token, ({extent},), got {tuple(value.shape)}")
-        return
-    if (
-        value.dim() not in (1, 2)
-        or value.shape[-1] != extent
-        or (value.dim() == 2 and value.shape[0] not in (1, problem.batch))
-    ):
-        raise ValueError(
-            f"{name} must be (batch, length) = ({problem.batch}, {extent}) or ({extent},), got {tuple(value.shape)}"
-        )
-
-
-# States of tiles
-
-
-def _state(any_kept: Tensor, all_kept: Tensor) -> Tensor:
-    return any_kept.to(torch.uint8) + (any_kept & all_kept).to(torch.uint8)
-
-
-def _pool(kept: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    """Any and all over blocks of the last dimension; a short last block counts what it has."""
-    count = kept.shape[-1]
-    padding = -count % size
-    if padding == 0:
-        parts = kept.unflatten(-1, (count // size, size))
-        return parts.any(-1), parts.all(-1)
-    any_kept = torch.nn.functional.pad(kept, (0, padding), value=False)
-    all_kept = torch.nn.functional.pad(kept, (0, padding), value=True)
-    blocks_count = (count + padding) // size
-    return any_kept.unflatten(-1, (blocks_count, size)).any(-1), all_kept.unflatten(-1, (blocks_count, size)).all(-1)
-
-
-def _extremes(ids: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    """Smallest and largest id of each block, (batch or 1, blocks)."""
-    padding = -ids.shape[-1] % size
-    if padding:
-        ids = torch.cat([ids, ids[:, -1:].expand(-1, padding)], dim=-1)
-    parts = ids.unflatten(-1, (ids.shape[-1] // size, size))
-    return parts.amin(-1), parts.amax(-1)
-
-
-def _pooled_states(mask: Mask, grid: Grid) -> Tensor:
-    """Evaluate the mask one strip of rows at a time: memory is linear in the length."""
-    strips = []
-    for tile in grid.strips():
-        kept = mask.keep(tile)
-        kept = kept.expand(*kept.shape[:3], tile.column.shape[-1])
-        any_kept, all_kept = _pool(kept.any(-2), grid.block_k)[0], _pool(kept.all(-2), grid.block_k)[1]
-        strips.append(_state(any_kept, all_kept))
-    return torch.stack(strips, dim=2)

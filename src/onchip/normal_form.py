@@ -6,7 +6,7 @@
     (d) residual   a mask that is evaluated in partial tiles only
 
 `&` of bands and of sorted documents stays in (a) and (b). Everything else is a residual with its states, which follow
-from the parts by three-valued logic (masks.py), so no (query, key) tensor is built where structure allows it. Empty
+from the parts by three-valued logic (states.py), so no (query, key) tensor is built where structure allows it. Empty
 tiles are never visited and full ones never masked.
 """
 
@@ -19,7 +19,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from onchip.masks import EMPTY, FULL, PARTIAL, And, Band, Documents, Mask
+from onchip.masks import And, Band, Documents, Mask
+from onchip.states import EMPTY, FULL, PARTIAL
 from onchip.tile import WHOLE, RectGeometry, RectTile, Tile
 
 BLOCK = 128
@@ -35,7 +36,7 @@ class Visit(NamedTuple):
 
 @dataclass(frozen=True)
 class Tiles:
-    """The grid of BLOCK x BLOCK tiles over a geometry (see `masks.Grid`)."""
+    """The grid of BLOCK x BLOCK tiles over a geometry (see `states.Grid`)."""
 
     geometry: RectGeometry
     block_q: int = BLOCK

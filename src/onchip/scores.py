@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor
 
+from onchip.checks import check_diagonal, check_diagonal_value, check_pairs, describe
 from onchip.functions import Traced, Untraced, by_name, trace
 from onchip.lowering import Node, Reader, Writer, kind
-from onchip.masks import _describe, _diagonal, check_diagonal, check_pairs
 from onchip.tile import Diagonal, Per, Tile
 
 if TYPE_CHECKING:
@@ -214,7 +214,7 @@ def softcap(cap: float) -> Score:
         ValueError: cap is not a positive finite number.
     """
     if isinstance(cap, bool | Tensor) or not isinstance(cap, int | float | torch.SymFloat):
-        raise TypeError(f"scores.softcap: cap must be a number, got {_describe(cap)}")
+        raise TypeError(f"scores.softcap: cap must be a number, got {describe(cap)}")
     if not 0 < cap < math.inf:
         raise ValueError(f"scores.softcap: cap must be positive and finite, got {cap}")
     return Softcap(float(cap))
@@ -228,7 +228,7 @@ def alibi(slopes: Tensor, diagonal: Diagonal = "bottom-right") -> Score:
         diagonal: where the distance is 0, as in `masks.causal`.
     """
     _floating("scores.alibi: slopes", slopes)
-    return Alibi(slopes, _diagonal(diagonal))
+    return Alibi(slopes, check_diagonal_value(diagonal))
 
 
 def bias(tensor: Tensor) -> Score:
@@ -271,7 +271,7 @@ def sink(logits: Tensor) -> Score:
 def _floating(name: str, value: Any) -> None:
     if not isinstance(value, Tensor) or not value.is_floating_point():
         hint = "; a bool mask is masks.tensor(keep)" if isinstance(value, Tensor) and value.dtype == torch.bool else ""
-        raise TypeError(f"{name} must be a floating tensor, got {_describe(value)}{hint}")
+        raise TypeError(f"{name} must be a floating tensor, got {describe(value)}{hint}")
 
 
 # What schedules use
@@ -289,7 +289,7 @@ def ordered(score: Score | Sequence[Score] | None) -> tuple[Score, ...]:
     values = (score,) if isinstance(score, Score) else tuple(score) if isinstance(score, tuple | list) else None
     if values is None or not all(isinstance(value, Score) for value in values):
         raise TypeError(
-            f"score must be a value of onchip.scores or a tuple of them, got {_describe(score)}; "
+            f"score must be a value of onchip.scores or a tuple of them, got {describe(score)}; "
             "a bias tensor is scores.bias(tensor), a function scores.modify(fn)"
         )
     seen: list[type] = []

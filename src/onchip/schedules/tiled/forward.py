@@ -1,0 +1,108 @@
+"""Forward: each tile of rows walks over its pieces of columns with a running softmax state."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from onchip import philox, softmax
+from onchip.normal_form import Visit
+from onchip.problem import Problem
+from onchip.schedules.tiled.tiles import Group, Pieces, groups_of, hide, is_careful, product, scaled, segments
+from onchip.scores import sink_of, steps, taken
+from onchip.strides import empty_ordered
+
+
+def forward(problem: Problem, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """Output in the query's stride order and dtype, LSE in float32 (float64 for float64)."""
+    dtype = problem.score_dtype
+    out = empty_ordered((*query.shape[:-1], problem.dim_v), query, query.dtype)
+    lse_shape = query.shape[:2][::-1] if problem.layout == "packed" else query.shape[:-1]
+    lse = torch.empty(lse_shape, dtype=dtype, device=query.device)
+    if problem.layout != "dense":
+        out.zero_()
+        lse.fill_(-math.inf)
+    careful = is_careful(problem, query, key, value)
+    for segment in segments(problem):
+        q, k, v = segment.of_rows(query), segment.of_columns(key), segment.of_columns(value)
+        pieces = Pieces(problem, segment, careful)
+        for group in groups_of(problem, q.shape[0], q.shape[2], k.shape[2]):
+            _forward_group(
+                problem, pieces, group, careful, q, k, v, group.of_queries(segment.of_rows(out)),
+                group.of_queries(segment.of_lse(lse)),
+            )  # fmt: skip
+    return out, lse
+
+
+def _forward_group(
+    problem: Problem,
+    pieces: Pieces,
+    group: Group,
+    careful: bool,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+) -> None:
+    dtype = problem.score_dtype
+    k = group.of_keys(key, dtype).mT  # (P, D, C)
+    v = group.of_keys(value, dtype)  # (P, C, DV)
+    q_all = group.of_queries(query)
+    changes = steps(problem.scores)
+    select = careful or any(step.may_hide for step in changes)
+    scratch = torch.empty(
+        q_all.shape[0] * q_all.shape[1] * group.rows * group.columns, dtype=dtype, device=query.device
+    )
+    sink = sink_of(problem.scores)
+    for start in range(0, q_all.shape[2], group.rows):
+        rows = slice(start, min(start + group.rows, q_all.shape[2]))
+        q = scaled(q_all[:, :, rows], problem.scale, dtype, k.shape[0])
+        running = softmax.Running()
+        tile = None
+        for visit in pieces.visits(group, rows):
+            tile = pieces.tile(group, rows, visit)
+            keep = pieces.keep(group, rows, visit, tile)
+            s = product(q, k[:, :, visit.start : visit.stop], scratch)  # (P, G * R, C)
+            shape = (q_all.shape[0], q_all.shape[1], rows.stop - rows.start, visit.stop - visit.start)
+            score = s.view(shape)
+            for step in changes:
+                score = step.apply(score, tile, taken(step, tile))
+            score = hide(score, keep, select)
+            seen = (score != -math.inf).view(s.shape) if careful and (keep is not None or changes) else None
+            dropout = problem.dropout_keep(tile)
+            running.update_(
+                score.reshape(s.shape),
+                v[:, visit.start : visit.stop],
+                None if dropout is None else dropout.view(s.shape),
+                seen,
+            )
+        _write(problem, pieces, group, rows, running.state, sink, out, lse)
+
+
+def _write(
+    problem: Problem,
+    pieces: Pieces,
+    group: Group,
+    rows: slice,
+    state: softmax.State | None,
+    sink: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+) -> None:
+    """Finish the rows of a tile."""
+    shape = lse[:, :, rows].shape
+    if state is None:
+        state = softmax.empty(tuple(shape), problem.dim_v, lse.dtype, lse.device)
+    else:
+        state = softmax.State(*(part.view(*shape, part.shape[-1]) for part in state))
+    if sink is not None:
+        tile = pieces.tile(group, rows, Visit(0, 0, False))
+        sink = tile.take(sink, "head")[..., 0]
+    finished, finished_lse = softmax.finish(state, sink)
+    if problem.seed is not None:
+        finished *= philox.kept_scale(problem.dropout_p)
+    out[:, :, rows] = finished
+    lse[:, :, rows] = finished_lse
