@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import reduce
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
@@ -33,6 +33,9 @@ from onchip.tile import Diagonal, Tile, rank4
 
 if TYPE_CHECKING:
     from onchip.problem import Problem
+
+
+Parts = TypeVar("Parts", bound="Combined")
 
 
 class Mask(ABC):
@@ -83,10 +86,6 @@ class Mask(ABC):
         """Tensors over pairs, as (name, tensor, rows and columns of pairs that one entry covers)."""
         return iter(())
 
-    def uses_function(self) -> bool:
-        """Whether the mask is, or holds, a user's function."""
-        return False
-
 
 def _mask(sign: str, value: object) -> Mask:
     if isinstance(value, Tensor):
@@ -100,25 +99,22 @@ def _flat(cls: type, value: Mask) -> tuple[Mask, ...]:
     return value.parts if isinstance(value, cls) else (value,)  # type: ignore[attr-defined]
 
 
-@kind("and")
 @dataclass(frozen=True, eq=False)
-class And(Mask):
+class Combined(Mask):
+    """What `&` and `|` share."""
+
     parts: tuple[Mask, ...]
 
+    sign: ClassVar[str]
+
     def __str__(self) -> str:
-        return "(" + " & ".join(map(str, self.parts)) + ")"
-
-    def keep(self, tile: Tile) -> Tensor:
-        return reduce(operator.and_, (part.keep(tile) for part in self.parts))
-
-    def states(self, grid: Grid) -> Tensor:
-        return reduce(torch.minimum, (part.states(grid) for part in self.parts))
+        return "(" + f" {self.sign} ".join(map(str, self.parts)) + ")"
 
     def lower(self, writer: Writer) -> str:
-        return "('and'," + "".join(f"{part.lower(writer)}," for part in self.parts) + ")"
+        return f"('{type(self).__name__.lower()}'," + "".join(f"{part.lower(writer)}," for part in self.parts) + ")"
 
     @classmethod
-    def read(cls, reader: Reader, *node: Node) -> And:
+    def read(cls: type[Parts], reader: Reader, *node: Node) -> Parts:
         return cls(tuple(reader.value(part) for part in node))
 
     def check(self, problem: Problem) -> None:
@@ -133,24 +129,29 @@ class And(Mask):
         for part in self.parts:
             yield from part.pair_tensors()
 
-    def uses_function(self) -> bool:
-        return any(part.uses_function() for part in self.parts)
+
+@kind("and")
+@dataclass(frozen=True, eq=False)
+class And(Combined):
+    sign: ClassVar[str] = "&"
+
+    def keep(self, tile: Tile) -> Tensor:
+        return reduce(operator.and_, (part.keep(tile) for part in self.parts))
+
+    def states(self, grid: Grid) -> Tensor:
+        return reduce(torch.minimum, (part.states(grid) for part in self.parts))
 
 
 @kind("or")
 @dataclass(frozen=True, eq=False)
-class Or(And):
-    def __str__(self) -> str:
-        return "(" + " | ".join(map(str, self.parts)) + ")"
+class Or(Combined):
+    sign: ClassVar[str] = "|"
 
     def keep(self, tile: Tile) -> Tensor:
         return reduce(operator.or_, (part.keep(tile) for part in self.parts))
 
     def states(self, grid: Grid) -> Tensor:
         return reduce(torch.maximum, (part.states(grid) for part in self.parts))
-
-    def lower(self, writer: Writer) -> str:
-        return "('or'," + "".join(f"{part.lower(writer)}," for part in self.parts) + ")"
 
 
 @kind("not")
@@ -182,9 +183,6 @@ class Not(Mask):
 
     def pair_tensors(self) -> Iterator[tuple[str, Tensor, int, int]]:
         return self.part.pair_tensors()
-
-    def uses_function(self) -> bool:
-        return self.part.uses_function()
 
 
 @kind("band")
@@ -390,9 +388,6 @@ class Predicate(Mask):
     @classmethod
     def read(cls, reader: Reader, *node: Node) -> Predicate:
         return cls(by_name(node[0], tuple(reader.tensor(place) for place in node[1])))
-
-    def uses_function(self) -> bool:
-        return True
 
 
 # Building values

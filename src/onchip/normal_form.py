@@ -69,7 +69,7 @@ class NormalForm:
         self._stop: Tensor | None = None
         self._residual: Mask | None = None
         residual = []
-        for part in () if mask is None else mask.parts if type(mask) is And else (mask,):
+        for part in () if mask is None else mask.parts if isinstance(mask, And) else (mask,):
             if isinstance(part, Band) and not isinstance(offset := geometry.offset(part.diagonal), Tensor):
                 self._add_band(part, offset)
             elif isinstance(part, Documents) and (ranges := _document_ranges(part, geometry)) is not None:

@@ -110,6 +110,11 @@ class Problem:
         """Query heads for each key head."""
         return self.heads_q // self.heads_kv if self.heads_kv else 1
 
+    @property
+    def kept_scale(self) -> float:
+        """What dropout multiplies the weights with that it keeps."""
+        return philox.kept_scale(self.dropout_p)
+
     def pair_extents(self) -> tuple[int | None, int | None]:
         """Rows and columns of a tensor over pairs; None if only the values of cu_seqlens know them."""
         return (None, None) if self.layout == "packed" else (self.length_q, self.length_k)

@@ -48,6 +48,9 @@ class Tile(Protocol):
     def inside(self) -> Tensor | None:
         """Which pairs exist at all (bool, broadcastable), or None if all do."""
 
+    def exists(self) -> Tensor | None:
+        """Which rows exist, bool, broadcastable to (batch, heads, rows, 1), or None if all do."""
+
     def take(self, tensor: Tensor, per: Per) -> Tensor: ...
 
     def take_rows(self, tensor: Tensor) -> Tensor: ...
@@ -149,13 +152,15 @@ class RectTile:
         return offset[self._batch].reshape(-1, 1, 1, 1) if isinstance(offset, Tensor) else offset
 
     def inside(self) -> Tensor | None:
-        g, keep = self._geometry, None
-        if isinstance(g.length_q, Tensor):
-            keep = self.row < g.length_q[self._batch].reshape(-1, 1, 1, 1)
+        g, keep = self._geometry, self.exists()
         if isinstance(g.length_k, Tensor):
             columns = self.column < g.length_k[self._batch].reshape(-1, 1, 1, 1)
             keep = columns if keep is None else keep & columns
         return keep
+
+    def exists(self) -> Tensor | None:
+        length = self._geometry.length_q
+        return self.row < length[self._batch].reshape(-1, 1, 1, 1) if isinstance(length, Tensor) else None
 
     def _sequences(self) -> slice:
         first = self._geometry.sequence
@@ -272,14 +277,16 @@ class PackedTile:
     def inside(self) -> Tensor:
         g = self._geometry
         same = self.batch == g.column_batch[self._columns].reshape(1, 1, 1, -1)
-        lives = g.row_lives[self._rows].reshape(1, 1, -1, 1) & g.column_lives[self._columns].reshape(1, 1, 1, -1)
-        return same & lives
+        return same & self.exists() & g.column_lives[self._columns].reshape(1, 1, 1, -1)
+
+    def exists(self) -> Tensor:
+        return self._geometry.row_lives[self._rows].reshape(1, 1, -1, 1)
 
     def _pair_index(self, tensor: Tensor, row: Tensor, column: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         indices = (self.batch, self.head, row, column)
         # pairs of different sequences are never inside: what is read for them does not matter, but must exist
         return tuple(  # type: ignore[return-value]
-            index.clamp(0, size - 1) if size > 1 else torch.zeros_like(index[:1, :1, :1, :1])
+            index.clamp(0, size - 1) if size > 1 else index.new_zeros((1, 1, 1, 1))
             for index, size in zip(indices, tensor.shape, strict=True)
         )
 

@@ -15,7 +15,6 @@ import math
 import torch
 from torch import Tensor
 
-from onchip import philox
 from onchip.problem import Problem
 from onchip.products import PairProduct, PairProductTangent, WeightedSum, WeightedSumTangent, tame
 from onchip.scores import hidden, sink_of, steps, taken
@@ -88,14 +87,17 @@ def attend(problem: Problem, query: Tensor, key: Tensor, value: Tensor, *, reads
     total = weight.sum(-1, keepdim=True)
     if sink is not None:
         total = total + torch.exp(sink - maximum)
-    counted = alive if sink is None else alive | (sink != -math.inf)
+    counted = alive
+    if sink is not None:
+        exists = tile.exists()
+        counted = alive | (sink != -math.inf if exists is None else exists & (sink != -math.inf))
     total = torch.where(counted, total, 1.0)
     lse = torch.where(counted, maximum + torch.log(total), -math.inf).squeeze(-1)
     weight = weight / total
 
     dropout = problem.dropout_keep(tile)
     if dropout is not None:
-        weight = weight * (dropout * philox.kept_scale(problem.dropout_p))
+        weight = weight * dropout.to(weight.dtype) * problem.kept_scale
     weighted_sum = WeightedSum if compiling else WeightedSumTangent
     out = weighted_sum.apply(weight, v, seen) if careful else weight @ v
     out = torch.where(alive, out, 0.0).to(query.dtype)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onchip import philox, softmax
+from onchip import softmax
 from onchip.normal_form import Visit
 from onchip.problem import Problem
 from onchip.products import weighted_sum
@@ -118,7 +118,8 @@ class _Backward:
         dv = None if grad_value is None else _accumulator(grad_value[group.batch, group.key_heads], v)
         wants_scores = grad_query is not None or dk is not None or self._differentiates
         size = q_all.shape[0] * q_all.shape[1] * group.rows * group.columns
-        scratch = torch.empty((2, size), dtype=dtype, device=query.device)
+        # two tensors rather than two views of one: autograd of score steps watches for writes to what it saved
+        scratch_s, scratch_dp = (torch.empty(size, dtype=dtype, device=query.device) for _ in range(2))
 
         for start in range(0, q_all.shape[2], group.rows):
             rows = slice(start, min(start + group.rows, q_all.shape[2]))
@@ -139,7 +140,7 @@ class _Backward:
                 columns = slice(visit.start, visit.stop)
                 tile = self._pieces.tile(group, rows, visit)
                 keep = self._pieces.keep(group, rows, visit, tile)
-                s = product(q, k[:, columns].mT, scratch[0])  # (P, G * R, C)
+                s = product(q, k[:, columns].mT, scratch_s)  # (P, G * R, C)
                 shape = (*row_lse.shape, visit.stop - visit.start)
                 changed, leaves = self._change(s.view(shape), tile)
                 # a step may have saved its own result for its gradient
@@ -153,12 +154,12 @@ class _Backward:
                 if seen is not None:
                     p.masked_fill_(~seen, 0.0)
                 dropout = problem.dropout_keep(tile)
-                alive = None if dropout is None else dropout.view(s.shape) * philox.kept_scale(problem.dropout_p)
+                alive = None if dropout is None else dropout.view(s.shape).to(dtype) * problem.kept_scale
                 if dv is not None:
                     _add_product(dv[:, columns], p if alive is None else p * alive, do, seen)
                 if not wants_scores:
                     continue
-                ds = product(do, v[:, columns].mT, scratch[1])  # (P, G * R, C), dp until delta is taken off
+                ds = product(do, v[:, columns].mT, scratch_dp)  # (P, G * R, C), dp until delta is taken off
                 if alive is not None:
                     ds.mul_(alive)
                 ds.sub_(delta).mul_(p)

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from onchip import philox, softmax
+from onchip import softmax
 from onchip.normal_form import Visit
 from onchip.problem import Problem
 from onchip.schedules.tiled.tiles import Group, Pieces, groups_of, hide, is_careful, product, scaled, segments
@@ -98,11 +98,15 @@ def _write(
         state = softmax.empty(tuple(shape), problem.dim_v, lse.dtype, lse.device)
     else:
         state = softmax.State(*(part.view(*shape, part.shape[-1]) for part in state))
-    if sink is not None:
+    if sink is None:
+        finished, finished_lse = softmax.finish(state)
+    else:
         tile = pieces.tile(group, rows, Visit(0, 0, False))
-        sink = tile.take(sink, "head")[..., 0]
-    finished, finished_lse = softmax.finish(state, sink)
+        finished, finished_lse = softmax.finish(state, tile.take(sink, "head")[..., 0])
+        exists = tile.exists()
+        if exists is not None:
+            finished_lse.masked_fill_(~exists[..., 0], -math.inf)
     if problem.seed is not None:
-        finished *= philox.kept_scale(problem.dropout_p)
+        finished *= problem.kept_scale
     out[:, :, rows] = finished
     lse[:, :, rows] = finished_lse
