@@ -92,7 +92,7 @@ def choose(problem: Problem, *, transformed: bool = False) -> tuple[Schedule, di
         if transformed and not schedule.composite:
             why = [*why, TRANSFORMED]
         if not why and problem.schedule not in (None, schedule.name):
-            why = [f"schedule={problem.schedule!r} was asked for"]
+            why = [f"it could run, but schedule={problem.schedule!r} was asked for"]
         elif not why and chosen is not None:
             why = [f"{chosen.name} comes first"]
         if why:
@@ -100,10 +100,9 @@ def choose(problem: Problem, *, transformed: bool = False) -> tuple[Schedule, di
         else:
             chosen = schedule
     if chosen is None:
-        asked = [problem.schedule] if problem.schedule is not None else list(reasons)
-        works = next((s.name for s in _SCHEDULES if not s.unsupported(problem) and s.name not in asked), None)
-        nearest = f"schedule={works!r} or schedule=None" if works else "a smaller set of features"
-        raise Unsupported(problem.describe(), {name: reasons[name] for name in asked}, nearest)
+        works = [s.name for s in _SCHEDULES if not s.unsupported(problem) and (s.composite or not transformed)]
+        nearest = f"schedule={works[0]!r} or schedule=None" if works else "a smaller set of features"
+        raise Unsupported(problem.describe(), reasons, nearest)
     return chosen, reasons
 
 

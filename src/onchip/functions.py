@@ -22,6 +22,9 @@ from torch import Tensor
 _GRAPHS: dict[str, Callable[..., Tensor]] = {}
 _TRACES: dict[Hashable, tuple[str, tuple[tuple[Hashable, ...], ...]]] = {}
 
+UNTRACED = "fn:untraced"
+"""The name of a function that no operator can find."""
+
 INSIDE_COMPILE = (
     "masks.predicate and scores.modify cannot be built inside a compiled region: build the value outside and pass it in"
 )
@@ -48,7 +51,7 @@ class Untraced:
 
     fn: Callable[..., Tensor]
     tensors: tuple[Tensor, ...] = ()
-    name: str = "fn:untraced"
+    name: str = UNTRACED
 
     def __call__(self, *inputs: Tensor) -> Tensor:
         return self.fn(*inputs)

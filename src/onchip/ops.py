@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from onchip import dispatch
+from onchip.functions import UNTRACED
 from onchip.problem import Problem
 from onchip.schedules import dense
 from onchip.strides import empty_ordered
@@ -343,10 +344,11 @@ torch.library.register_vmap("onchip::attention_backward", _backward_vmap, lib=_L
 
 def run(problem: Problem, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
     """Output and LSE of a problem, by the operator or, where torch must differentiate it itself, as composite torch."""
-    schedule, _ = dispatch.choose(problem, transformed=_transformed())
+    tensors, spec, ints, floats = problem.lower()
+    schedule, _ = dispatch.choose(problem, transformed=_transformed() or UNTRACED in spec)
     if schedule.composite:
         return composite(problem, query, key, value)
-    return _attention(query, key, value, *problem.lower())
+    return _attention(query, key, value, tensors, spec, ints, floats)
 
 
 def composite(problem: Problem, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
