@@ -6,12 +6,25 @@ import torch
 from torch import Tensor
 
 
-def empty_ordered(shape: tuple[int, ...], like: Tensor, dtype: torch.dtype) -> Tensor:
-    """An uninitialised dense tensor whose dimensions lie in memory in the order of `like`'s strides."""
+def _order(like: Tensor) -> list[int]:
+    """Dimensions from the largest stride to the smallest."""
     strides = like.stride()
     # ties (expanded or unit extents) keep the natural order: the sort is stable
-    order = sorted(range(like.dim()), key=lambda place: -strides[place])
-    if order == list(range(like.dim())):
-        return torch.empty(shape, dtype=dtype, device=like.device)
-    inverse = sorted(range(like.dim()), key=lambda place: order[place])
-    return torch.empty([shape[place] for place in order], dtype=dtype, device=like.device).permute(inverse)
+    return sorted(range(like.dim()), key=lambda place: -strides[place])
+
+
+def _inverse(order: list[int]) -> list[int]:
+    return sorted(range(len(order)), key=lambda place: order[place])
+
+
+def empty_ordered(shape: tuple[int, ...], like: Tensor, dtype: torch.dtype) -> Tensor:
+    """An uninitialised dense tensor whose dimensions lie in memory in the order of `like`'s strides."""
+    order = _order(like)
+    memory = torch.empty([shape[place] for place in order], dtype=dtype, device=like.device)
+    return memory.permute(_inverse(order))
+
+
+def ordered(tensor: Tensor, like: Tensor) -> Tensor:
+    """The tensor, differentiably, with its dimensions in memory in the order of `like`'s strides."""
+    order = _order(like)
+    return tensor.permute(order).contiguous().permute(_inverse(order))

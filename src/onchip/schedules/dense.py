@@ -18,6 +18,7 @@ from torch import Tensor
 from onchip.problem import Problem
 from onchip.products import PairProduct, PairProductTangent, WeightedSum, WeightedSumTangent, tame
 from onchip.scores import hidden, sink_of, steps, taken
+from onchip.strides import ordered
 from onchip.tile import per_head
 
 NAME = "dense"
@@ -77,6 +78,8 @@ def attend(problem: Problem, query: Tensor, key: Tensor, value: Tensor, *, reads
         score = step.apply(score, tile, taken(step, tile))
     if keep is not None:
         score = torch.where(keep, score, -math.inf)
+    # strides of a bias or a mask must not decide in which order sums run
+    score = score.contiguous()
 
     seen = score != -math.inf
     alive = seen.any(-1, keepdim=True)
@@ -102,13 +105,15 @@ def attend(problem: Problem, query: Tensor, key: Tensor, value: Tensor, *, reads
     out = weighted_sum.apply(weight, v, seen) if careful else weight @ v
     out = torch.where(alive, out, 0.0).to(query.dtype)
     if problem.layout == "packed":
-        return out[0].transpose(0, 1), lse[0]
-    return out, lse
+        out, lse = out[0].transpose(0, 1), lse[0]
+    return ordered(out, query), lse
 
 
 def _square(tensor: Tensor, problem: Problem) -> Tensor:
     """(batch, heads, length, dim); a packed tensor as one sequence."""
-    return tensor.transpose(0, 1)[None] if problem.layout == "packed" else tensor
+    square = tensor.transpose(0, 1)[None] if problem.layout == "packed" else tensor
+    # a product's bits may depend on strides, and the contract says they do not
+    return square.contiguous()
 
 
 def _repeat(tensor: Tensor, group: int) -> Tensor:

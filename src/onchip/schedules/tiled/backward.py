@@ -124,7 +124,7 @@ class _Backward:
         for start in range(0, q_all.shape[2], group.rows):
             rows = slice(start, min(start + group.rows, q_all.shape[2]))
             q = scaled(q_all[:, :, rows], problem.scale, dtype, k.shape[0])  # (P, G * R, D)
-            do = do_all[:, :, rows].to(dtype).reshape(k.shape[0], -1, problem.dim_v)  # (P, G * R, DV)
+            do = scaled(do_all[:, :, rows], 1.0, dtype, k.shape[0])  # (P, G * R, DV)
             row_lse = lse_all[:, :, rows]
             delta = self._delta(do_all[:, :, rows], out_all[:, :, rows])
             if grad_lse is not None:
@@ -144,7 +144,8 @@ class _Backward:
                 shape = (*row_lse.shape, visit.stop - visit.start)
                 changed, leaves = self._change(s.view(shape), tile)
                 # a step may have saved its own result for its gradient
-                score = hide(changed if leaves is None else changed.detach().clone(), keep, self._select)
+                score = changed.contiguous() if leaves is None else changed.detach().clone().contiguous()
+                hide(score, keep, self._select)
                 seen = (score != -math.inf).view(s.shape) if self._careful else None
                 if len(visits) == 1:
                     # a row that is whole in one piece need not take its LSE, which is rounded, for its sum
@@ -187,7 +188,7 @@ class _Backward:
         if self._careful or self._sink is not None:
             # a row that sees nothing has an output of 0 and must not know what gradient arrives there
             product = torch.where(out == 0, 0.0, product)
-        return product.sum(-1)
+        return product.contiguous().sum(-1)
 
     def _add_sink(self, group: Group, rows: slice, lse: Tensor, delta: Tensor) -> None:
         """A sink is one more key whose value is 0: its weight is exp(sink - lse), its gradient -weight * delta."""

@@ -70,7 +70,8 @@ def _forward_group(
             score = s.view(shape)
             for step in changes:
                 score = step.apply(score, tile, taken(step, tile))
-            score = hide(score, keep, select)
+            # strides of a bias must not decide in which order sums run
+            score = hide(score.contiguous(), keep, select)
             seen = (score != -math.inf).view(s.shape) if careful and (keep is not None or changes) else None
             dropout = problem.dropout_keep(tile)
             running.update_(

@@ -100,6 +100,9 @@ class Group:
     def of_keys(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
         """(P, C, D) in the dtype of scores; a view where strides and dtype allow."""
         part = tensor[self.batch, self.key_heads]
+        if part.stride(-1) != 1:
+            # a product would copy it each time, and its bits would depend on how
+            part = part.contiguous()
         return part.to(dtype).reshape(part.shape[0] * part.shape[1], *part.shape[2:])
 
 
@@ -191,8 +194,7 @@ def is_careful(problem: Problem, *tensors: Tensor | None) -> bool:
 
 def scaled(part: Tensor, factor: float, dtype: torch.dtype, pairs: int) -> Tensor:
     """(sequences, heads, R, D) times a factor as (P, G * R, D)."""
-    scaled = part.to(dtype) * factor
-    return scaled.reshape(pairs, -1, part.shape[-1])
+    return (part.to(dtype) * factor).contiguous().view(pairs, -1, part.shape[-1])
 
 
 def product(left: Tensor, right: Tensor, scratch: Tensor) -> Tensor:

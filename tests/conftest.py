@@ -1,0 +1,49 @@
+"""Seeds, threads, markers, hypothesis profiles and the `schedule` fixture that every contract test runs over."""
+
+import os
+
+import hypothesis
+import pytest
+import torch
+
+import onchip
+
+hypothesis.settings.register_profile("default", deadline=None, max_examples=30, print_blob=True)
+hypothesis.settings.register_profile("ci", deadline=None, max_examples=30, derandomize=True, print_blob=True)
+hypothesis.settings.register_profile("long", deadline=None, max_examples=1000, print_blob=True)
+
+
+def pytest_configure():
+    hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "default")
+    torch.set_num_threads(1)  # the problems are small, and xdist fills the cores
+
+
+def pytest_collection_modifyitems(items):
+    if torch.cuda.is_available():
+        return
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason="no CUDA device here"))
+
+
+@pytest.fixture(autouse=True)
+def seeded():
+    torch.manual_seed(0)
+
+
+@pytest.fixture(scope="session", params=sorted(onchip.dispatch.schedules()))
+def schedule(request):
+    """The name of each registered schedule in turn."""
+    return request.param
+
+
+@pytest.fixture(
+    scope="session", params=[torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=lambda d: str(d)[6:]
+)
+def dtype(request):
+    return request.param
+
+
+@pytest.fixture(scope="session", params=["dense", "padded", "packed"])
+def layout(request):
+    return request.param

@@ -1,0 +1,124 @@
+"""Clause 1: the score, its order, and the sink in the denominator."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+import onchip
+from tests import harness
+from tests.describe import Modify, Sink
+from tests.problems import SCORES, Spec, build, named
+
+SHAPES = {
+    "dense": ((20, 33), (20, 33)),
+    "padded": ((20, 33), (9, 12)),
+    "packed": ((20, 33), (9, 12), (0, 5)),
+}
+
+
+@pytest.mark.parametrize("score", SCORES)
+def test_each_score(score, layout, schedule, dtype):
+    harness.check(build(Spec(SHAPES[layout], heads=(4, 2), layout=layout, score=(score,)), dtype), schedule)
+
+
+@pytest.mark.parametrize("scale", [None, 0.0, -0.7, 3.0])
+def test_scale(scale, schedule, dtype):
+    harness.check(build(Spec(scale=scale, dims=(40, 16)), dtype), schedule)
+
+
+def test_the_order_does_not_depend_on_the_tuple(schedule):
+    problem = build(Spec(score=("softcap", "alibi", "bias", "relative", "sink")), torch.float32)
+    harness.assert_same_bits(
+        harness.attempt(problem, schedule), harness.attempt(replace(problem, score=problem.score[::-1]), schedule)
+    )
+
+
+@pytest.mark.parametrize("swap", [False, True])
+def test_modify_functions_run_in_tuple_order(swap, schedule):
+    double = Modify(lambda s, b, h, i, j: 2 * s)
+    raise_late = Modify(lambda s, b, h, i, j: s + 0.05 * j)
+    problem = build(Spec(((20, 20),)), torch.float64)
+    harness.check(replace(problem, score=(raise_late, double) if swap else (double, raise_late)), schedule)
+
+
+def test_several_biases_add(schedule):
+    query, key, value = torch.randn(3, 1, 2, 20, 8, dtype=torch.float64)
+    first, second = torch.randn(2, 1, 2, 20, 20, dtype=torch.float64)
+    both = onchip.attention(
+        query, key, value, schedule=schedule, score=(onchip.scores.bias(first), onchip.scores.bias(second))
+    )
+    summed = onchip.attention(query, key, value, schedule=schedule, score=onchip.scores.bias(first + second))
+    torch.testing.assert_close(both, summed, rtol=1e-12, atol=1e-12)
+
+
+def test_functions_of_one_code_keep_their_own_constants(schedule):
+    """The same line of code closing over another number or another tensor is another function."""
+    problem = build(Spec(((20, 20),)), torch.float64)
+    for factor in (0.5, 2.0, -1.0):
+        harness.check(replace(problem, score=(Modify(lambda s, b, h, i, j, factor=factor: s * factor),)), schedule)
+    for size in (20, 31):
+        table = torch.randn(size, dtype=torch.float64)
+        look_up = Modify(lambda s, b, h, i, j, table: s + table[j], ("table",))
+        harness.check(replace(problem, score=(look_up,)).with_leaves(table=table), schedule)
+
+
+def test_functions_see_the_indices_of_the_contract(layout, schedule):
+    """batch is the sequence, head the query head, row and column count from the start of the sequence."""
+    problem = build(Spec(SHAPES[layout], heads=(4, 2), layout=layout, causal=True), torch.float64)
+    places = Modify(lambda s, b, h, i, j: 0 * s + 0.3 * b * j + torch.sin((h * j).to(s.dtype)) + 0.01 * i * j)
+    harness.check(replace(problem, score=(places,)), schedule)
+
+
+def test_a_function_may_mask_with_minus_infinity(schedule):
+    problem = build(Spec(((20, 33),)), torch.float64)
+    hide = Modify(lambda s, b, h, i, j: torch.where((i + j) % 3 == 0, s, -float("inf")))
+    harness.check(replace(problem, score=(hide,)), schedule)
+
+
+def test_a_sink_adds_to_the_denominator_only(schedule):
+    problem = build(Spec(((20, 33),)), torch.float64)
+    plain = harness.call(problem, schedule)
+    logits = torch.tensor([0.5, -2.0], dtype=torch.float64)
+    sunk = harness.call(replace(problem, score=(Sink(),)).with_leaves(sink=logits), schedule)
+    expected = torch.logaddexp(plain.lse, logits[None, :, None])
+    torch.testing.assert_close(sunk.lse, expected, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(sunk.out, plain.out * (plain.lse - expected).exp()[..., None], rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("twice", ["softcap", "alibi", "sink"])
+def test_at_most_one_of_each(twice):
+    query, key, value = torch.randn(3, 1, 2, 4, 8)
+    term = {
+        "softcap": onchip.scores.softcap(2.0),
+        "alibi": onchip.scores.alibi(torch.ones(2)),
+        "sink": onchip.scores.sink(torch.ones(2)),
+    }[twice]
+    with pytest.raises(ValueError, match=twice):
+        onchip.attention(query, key, value, score=(term, term))
+
+
+@pytest.mark.parametrize(
+    **named(
+        [
+            Spec(((5, 6), (5, 6)), heads=(4, 2), dims=(3, 2), causal=True, score=("softcap", "alibi", "bias", "sink")),
+            Spec(
+                ((5, 6), (3, 0), (6, 4)), heads=(2, 1), dims=(3, 2), layout="packed", score=("bias", "relative", "sink")
+            ),
+            Spec(((5, 6), (4, 3)), dims=(2, 3), layout="padded", score=("gate", "alibi"), slopes="bh", bias="hq"),
+        ]
+    )
+)
+def test_gradients_against_finite_differences(spec, schedule):
+    """gradcheck through out and LSE for query, key, value, bias, slopes, sink and captured tensors."""
+    problem = build(spec)
+    names = list(problem.leaves)
+    seen = harness.call(problem, schedule).lse.isfinite()
+
+    def function(*leaves):
+        out, lse = harness.call(problem, schedule, dict(zip(names, leaves, strict=True)))
+        return out, lse[seen]
+
+    torch.autograd.gradcheck(
+        function, [leaf.detach().requires_grad_() for leaf in problem.leaves.values()], fast_mode=True
+    )

@@ -1,0 +1,76 @@
+"""Clause 8: any size works; rows behind the last offset of a packed call are written, with zeros."""
+
+import pytest
+import torch
+
+import onchip
+from tests import harness
+from tests.problems import RAGGED, SIZES, Spec, build, named
+
+
+@pytest.mark.parametrize(**named(SIZES))
+def test_every_size(spec, schedule):
+    harness.check(build(spec, torch.float32), schedule)
+
+
+@pytest.mark.parametrize(
+    "shape", [(0, 2, 5, 5), (2, 2, 0, 5), (2, 2, 5, 0), (0, 2, 0, 0), (1, 2, 1, 1)], ids=lambda s: "x".join(map(str, s))
+)
+def test_shapes_of_empty_results(shape, schedule, dtype):
+    batch, heads, length_q, length_k = shape
+    query = torch.randn(batch, heads, length_q, 8, dtype=dtype, requires_grad=True)
+    key = torch.randn(batch, heads, length_k, 8, dtype=dtype, requires_grad=True)
+    value = torch.randn(batch, heads, length_k, 4, dtype=dtype, requires_grad=True)
+    out, lse = onchip.attention_with_lse(query, key, value, causal=True, schedule=schedule)
+    assert out.shape == (batch, heads, length_q, 4)
+    assert lse.shape == (batch, heads, length_q)
+    out.sum().backward()
+    for leaf in (query, key, value):
+        assert leaf.grad.shape == leaf.shape and leaf.grad.isfinite().all()
+    if length_k == 0:
+        assert not out.any() and (lse == -float("inf")).all()
+
+
+@pytest.mark.parametrize("tail", [1, 3, 255])
+def test_rows_behind_the_last_offset(tail, schedule, dtype):
+    """The allocator is poisoned first, so that memory which nobody writes shows as NaN."""
+    problem = build(Spec(RAGGED[:3], heads=(4, 2), layout="packed", tail=tail, causal=True, score=("sink",)), dtype)
+    poison = [
+        torch.full((n, 4, 16), float("nan"), dtype=dtype) for n in (tail, 164 + tail, 193 + tail) for _ in range(8)
+    ]
+    del poison
+    result = harness.check(problem, schedule)
+    end_q, end_k = int(problem.cu_query[-1]), int(problem.cu_key[-1])
+    assert not result.out[end_q:].any()
+    assert (result.lse[:, end_q:] == -float("inf")).all()
+    assert not result.gradients["query"][end_q:].any()
+    assert not result.gradients["key"][end_k:].any() and not result.gradients["value"][end_k:].any()
+
+
+def test_cu_seqlens_key_defaults_to_that_of_the_query(schedule):
+    query, key, value = torch.randn(3, 30, 2, 8)
+    offsets = torch.tensor([0, 11, 11, 30], dtype=torch.int32)
+    both = onchip.attention_varlen(query, key, value, offsets, offsets, causal=True, schedule=schedule)
+    assert torch.equal(onchip.attention_varlen(query, key, value, offsets, causal=True, schedule=schedule), both)
+
+
+@pytest.mark.parametrize("integer", [torch.int32, torch.int64])
+def test_offsets_and_lengths_of_either_integer_type(integer, schedule):
+    packed = build(Spec(RAGGED, layout="packed"), torch.float32)
+    positional, keywords = harness.arguments(packed, packed.leaves)
+    offsets = [offset.to(integer) for offset in positional[3:]]
+    out = onchip.attention_varlen(*positional[:3], *offsets, **keywords, schedule=schedule)
+    assert torch.equal(out, harness.call(packed, schedule).out)
+    padded = build(Spec(RAGGED, layout="padded"), torch.float32)
+    lengths = padded.query_lengths.to(integer), padded.key_lengths.to(integer)
+    assert torch.equal(harness.call(padded, schedule, lengths=lengths).out, harness.call(padded, schedule).out)
+
+
+@pytest.mark.parametrize("given", ["query", "key"])
+def test_either_side_of_lengths_may_be_none(given, schedule):
+    problem = build(
+        Spec(((20, 33), (20, 12)) if given == "key" else ((20, 33), (7, 33)), layout="padded"), torch.float32
+    )
+    both = harness.call(problem, schedule)
+    lengths = (problem.query_lengths, None) if given == "query" else (None, problem.key_lengths)
+    assert torch.equal(harness.call(problem, schedule, lengths=lengths).out, both.out)
