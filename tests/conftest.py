@@ -19,6 +19,8 @@ def pytest_configure():
 
 
 def pytest_collection_modifyitems(items):
+    # the longest first, so that no worker is left alone with one at the end
+    items.sort(key=lambda item: item.get_closest_marker("slow") is None)
     if torch.cuda.is_available():
         return
     for item in items:
