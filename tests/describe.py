@@ -249,7 +249,10 @@ class Modify:
     rank = 3
 
     def value(self, *captured):
-        return onchip.scores.modify(lambda s, b, h, i, j: self.function(s, b, h, i, j, *captured))
+        function = self.function
+        if not captured:
+            return onchip.scores.modify(function)
+        return onchip.scores.modify(lambda s, b, h, i, j: function(s, b, h, i, j, *captured))
 
     def apply(self, s, sequence, *captured):
         return self.function(s, *sequence.indices, *captured)

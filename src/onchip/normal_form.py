@@ -58,6 +58,17 @@ class Tiles:
             yield self.geometry.tile(WHOLE, WHOLE, slice(start, stop), WHOLE)
 
 
+def _parts(mask: Mask | None) -> tuple[Mask, ...]:
+    return () if mask is None else mask.parts if isinstance(mask, And) else (mask,)
+
+
+def only_bands(mask: Mask | None, geometry: RectGeometry) -> bool:
+    """Whether the mask's normal form is a band of ints, known without reading a tensor."""
+    return all(
+        isinstance(part, Band) and not isinstance(geometry.offset(part.diagonal), Tensor) for part in _parts(mask)
+    )
+
+
 class NormalForm:
     """A mask over one rectangle of sequences whose lengths are known on the host."""
 
@@ -69,7 +80,7 @@ class NormalForm:
         self._stop: Tensor | None = None
         self._residual: Mask | None = None
         residual = []
-        for part in () if mask is None else mask.parts if isinstance(mask, And) else (mask,):
+        for part in _parts(mask):
             if isinstance(part, Band) and not isinstance(offset := geometry.offset(part.diagonal), Tensor):
                 self._add_band(part, offset)
             elif isinstance(part, Documents) and (ranges := _document_ranges(part, geometry)) is not None:

@@ -1,5 +1,6 @@
 """Clause 1: the score, its order, and the sink in the denominator."""
 
+import functools
 from dataclasses import replace
 
 import pytest
@@ -52,14 +53,35 @@ def test_several_biases_add(schedule):
     torch.testing.assert_close(both, summed, rtol=1e-12, atol=1e-12)
 
 
-def test_functions_of_one_code_keep_their_own_constants(schedule):
-    """The same line of code closing over another number or another tensor is another function."""
+def times(factor, s, b, h, i, j):
+    return s * factor
+
+
+def keyword_times(s, b, h, i, j, *, factor):
+    return s * factor
+
+
+BINDINGS = {
+    "closure": lambda factor: lambda s, b, h, i, j: s * factor,
+    "default": lambda factor: lambda s, b, h, i, j, factor=factor: s * factor,
+    "partial": lambda factor: functools.partial(times, factor),
+    "keyword": lambda factor: functools.partial(keyword_times, factor=factor),
+}
+
+
+@pytest.mark.parametrize("binding", BINDINGS)
+def test_functions_of_one_code_keep_their_own_constants(binding, schedule):
+    """The same line of code over another number is another function, however the number is bound."""
     problem = build(Spec(((20, 20),)), torch.float64)
-    for factor in (0.5, 2.0, -1.0):
-        harness.check(replace(problem, score=(Modify(lambda s, b, h, i, j, factor=factor: s * factor),)), schedule)
-    for size in (20, 31):
+    for factor in (0.5, 2.0, -1.0, 2):
+        harness.check(replace(problem, score=(Modify(BINDINGS[binding](factor)),)), schedule)
+
+
+def test_functions_of_one_code_keep_their_own_tensors(schedule):
+    problem = build(Spec(((20, 20),)), torch.float64)
+    look_up = Modify(lambda s, b, h, i, j, table: s + table[j], ("table",))
+    for size in (20, 31, 20):
         table = torch.randn(size, dtype=torch.float64)
-        look_up = Modify(lambda s, b, h, i, j, table: s + table[j], ("table",))
         harness.check(replace(problem, score=(look_up,)).with_leaves(table=table), schedule)
 
 

@@ -1,11 +1,13 @@
 """Clause 8: any size works; rows behind the last offset of a packed call are written, with zeros."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 import onchip
 from tests import harness
-from tests.problems import RAGGED, SIZES, Spec, build, named
+from tests.problems import MASKS, RAGGED, SCORES, SIZES, Spec, build, named
 
 
 @pytest.mark.parametrize(**named(SIZES))
@@ -29,6 +31,17 @@ def test_shapes_of_empty_results(shape, schedule, dtype):
         assert leaf.grad.shape == leaf.shape and leaf.grad.isfinite().all()
     if length_k == 0:
         assert not out.any() and (lse == -float("inf")).all()
+
+
+@pytest.mark.parametrize("feature", [*MASKS, *SCORES])
+def test_every_mask_and_score_of_nothing(feature, layout, schedule):
+    """No queries, no keys, or neither: beside sequences that have some, and alone."""
+    words = {"mask": feature} if feature in MASKS else {"score": (feature,)}
+    for lengths in (((0, 5),), ((5, 0),), ((0, 0),)):
+        alone = Spec(lengths, heads=(4, 2), layout=layout, tail=0 if layout == "dense" else 3, **words)
+        harness.check(build(alone, torch.float64), schedule)
+        if layout != "dense":
+            harness.check(build(replace(alone, lengths=(*lengths, (7, 9), *lengths)), torch.float64), schedule)
 
 
 @pytest.mark.parametrize("tail", [1, 3, 255])

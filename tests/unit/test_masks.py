@@ -43,10 +43,11 @@ def test_any_combination(mask, layout, schedule):
     )
 
 
-@pytest.mark.parametrize("lengths", [(200, 300), (300, 200), (385, 385)], ids=str)
-@pytest.mark.parametrize(
-    "mask", ["shared_blocks", "blocks & causal", "documents & window", "shuffled | left", "~ ( right & keys )"]
-)
+SPANNING = (*MASKS, "blocks & causal", "documents & window", "shuffled | left", "~ ( right & keys )", "~ keys | rows")
+
+
+@pytest.mark.parametrize("lengths", [(300, 200), (520, 600)], ids=str)
+@pytest.mark.parametrize("mask", SPANNING)
 def test_masks_that_span_several_tiles(mask, lengths, schedule):
     assert_keeps(build(Spec((lengths,), mask=mask, heads=(2, 1)), torch.float32), schedule)
 

@@ -18,7 +18,17 @@ from onchip import softmax
 from onchip.normal_form import Visit
 from onchip.problem import Problem
 from onchip.products import weighted_sum
-from onchip.schedules.tiled.tiles import Group, Pieces, groups_of, hide, is_careful, product, scaled, segments
+from onchip.schedules.tiled.tiles import (
+    Group,
+    Pieces,
+    groups_of,
+    hide,
+    is_careful,
+    must_select,
+    product,
+    scaled,
+    segments,
+)
 from onchip.scores import sink_of, steps, taken
 from onchip.tile import Tile
 
@@ -88,7 +98,7 @@ class _Backward:
         self._changes = steps(problem.scores)
         by_identity = {id(tensor): total for tensor, total in zip(tensors, totals, strict=True)}
         self._total = by_identity.get
-        self._select = careful or any(step.may_hide for step in self._changes)
+        self._select = must_select(problem, careful)
         # an additive step that wants no gradient leaves the gradient of the score as it is
         self._differentiates = any(
             not step.additive or any(self._total(id(tensor)) is not None for tensor, _ in step.parameters)

@@ -10,7 +10,17 @@ from torch import Tensor
 from onchip import softmax
 from onchip.normal_form import Visit
 from onchip.problem import Problem
-from onchip.schedules.tiled.tiles import Group, Pieces, groups_of, hide, is_careful, product, scaled, segments
+from onchip.schedules.tiled.tiles import (
+    Group,
+    Pieces,
+    groups_of,
+    hide,
+    is_careful,
+    must_select,
+    product,
+    scaled,
+    segments,
+)
 from onchip.scores import sink_of, steps, taken
 from onchip.strides import empty_ordered
 
@@ -52,7 +62,7 @@ def _forward_group(
     v = group.of_keys(value, dtype)  # (P, C, DV)
     q_all = group.of_queries(query)
     changes = steps(problem.scores)
-    select = careful or any(step.may_hide for step in changes)
+    select = must_select(problem, careful)
     scratch = torch.empty(
         q_all.shape[0] * q_all.shape[1] * group.rows * group.columns, dtype=dtype, device=query.device
     )

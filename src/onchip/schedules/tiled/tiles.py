@@ -10,20 +10,30 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TypeGuard
 
 import torch
 from torch import Tensor
 
-from onchip.normal_form import NormalForm, Visit
+from onchip.normal_form import NormalForm, Visit, only_bands
 from onchip.problem import Problem
 from onchip.products import tame
 from onchip.scores import hidden
 from onchip.tile import PackedGeometry, RectGeometry, Tile
 
-ROWS, COLUMNS = 256, 512
-TILE_ELEMENTS = 8 * ROWS * COLUMNS
-"""Scores in one tile: 4 MiB of float32, which with its operands stays in a core's share of the cache."""
+
+@dataclass(frozen=True)
+class TileSize:
+    """Rows and columns of a tile for one head, and the scores of all heads that are computed together."""
+
+    rows: int
+    columns: int
+    elements: int
+
+
+CPU = TileSize(256, 512, 8 * 256 * 512)
+"""4 MiB of float32 scores, which with their operands stay in a core's share of the cache."""
+OTHER = TileSize(1024, 4096, 16 * 1024 * 4096)
+"""256 MiB of float32 scores: enough work for a GPU to hide its launches."""
 
 
 @dataclass(frozen=True)
@@ -107,12 +117,13 @@ class Group:
 
 
 def groups_of(problem: Problem, sequences: int, length_q: int, length_k: int) -> Iterator[Group]:
-    columns = max(1, min(COLUMNS, length_k))
-    rows = max(1, min(ROWS, length_q))
+    size = CPU if problem.device.type == "cpu" else OTHER
+    columns = max(1, min(size.columns, length_k))
+    rows = max(1, min(size.rows, length_q))
     # a pair brings all its query heads: with many of them, tiles are lower instead
-    while rows > 16 and problem.group * rows * columns > TILE_ELEMENTS:
+    while rows > 16 and problem.group * rows * columns > size.elements:
         rows //= 2
-    pairs = max(1, TILE_ELEMENTS // (problem.group * rows * columns))
+    pairs = max(1, size.elements // (problem.group * rows * columns))
     if pairs >= problem.heads_kv:
         step, heads = max(1, pairs // max(1, problem.heads_kv)), max(1, problem.heads_kv)
     else:
@@ -134,8 +145,8 @@ class Pieces:
 
     def __init__(self, problem: Problem, segment: Segment, careful: bool) -> None:
         self._problem, self._geometry, self._careful = problem, segment.geometry, careful
-        # on the CPU every segment has lengths that are known ints; elsewhere nothing is read and every piece is partial
-        self._form = NormalForm(problem.mask, segment.geometry) if _on_host(segment.geometry) else None
+        self._form = _form(problem, segment.geometry)
+        # without a form every piece may hide something
         self._may_hide = problem.layout != "dense" or problem.mask is not None
 
     @property
@@ -166,8 +177,15 @@ class Pieces:
         return keep
 
 
-def _on_host(geometry: RectGeometry | PackedGeometry) -> TypeGuard[RectGeometry]:
-    return isinstance(geometry, RectGeometry) and geometry.device.type == "cpu"
+def _form(problem: Problem, geometry: RectGeometry | PackedGeometry) -> NormalForm | None:
+    """The mask's normal form, if it can be had: one that must read values is built on the CPU only."""
+    if not isinstance(geometry, RectGeometry) or isinstance(geometry.length_q, Tensor):
+        return None
+    if isinstance(geometry.length_k, Tensor):
+        return None
+    if geometry.device.type != "cpu" and not only_bands(problem.mask, geometry):
+        return None
+    return NormalForm(problem.mask, geometry)
 
 
 def hide(score: Tensor, keep: Tensor | None, select: bool) -> Tensor:
@@ -182,14 +200,22 @@ def hide(score: Tensor, keep: Tensor | None, select: bool) -> Tensor:
 
 
 def is_careful(problem: Problem, *tensors: Tensor | None) -> bool:
-    """Whether hidden values may be non-finite. A GPU is not asked."""
-    on_host = problem.device.type == "cpu"
-    hides = problem.mask is not None or any(step.may_hide for step in problem.scores)
-    if not on_host or not hides:
-        return hides or (not on_host and problem.layout != "dense")
+    """Whether values may be non-finite that are hidden by more than causality or a window. A GPU is not asked."""
+    may_hide = any(step.may_hide for step in problem.scores)
+    if problem.device.type != "cpu":
+        geometry = problem.geometry()
+        banded = isinstance(geometry, RectGeometry) and only_bands(problem.mask, geometry)
+        return may_hide or problem.layout != "dense" or not banded
+    if problem.mask is None and not may_hide:
+        return False
     query, key, *others = tensors
     assert query is not None and key is not None
     return not tame(query, key, problem.scale, *others)
+
+
+def must_select(problem: Problem, careful: bool) -> bool:
+    """Whether a hidden score may be anything, so that adding minus infinity to it would not do."""
+    return careful or problem.device.type != "cpu" or any(step.may_hide for step in problem.scores)
 
 
 def scaled(part: Tensor, factor: float, dtype: torch.dtype, pairs: int) -> Tensor:
@@ -218,7 +244,7 @@ def workspace_bytes(problem: Problem) -> int:
 def tiles(problem: Problem) -> tuple[int, int]:
     """Rows and columns of a tile of scores."""
     group = next(groups_of(problem, 1, problem.length_q, problem.length_k), None)
-    return (group.rows, group.columns) if group is not None else (ROWS, COLUMNS)
+    return (group.rows, group.columns) if group is not None else (0, 0)
 
 
 def pairs(problem: Problem) -> int:
