@@ -125,6 +125,17 @@ def test_one_dense_graph_for_every_length(mask):
     assert_compiles(function, [example(length) for length in LENGTHS])
 
 
+def test_one_graph_with_learned_scores_for_every_length():
+    def function(query, key, value, bias, slopes, sink):
+        score = (scores.bias(bias), scores.alibi(slopes), scores.sink(sink))
+        return onchip.attention(query, key, value, window=(90, 10), score=score)
+
+    def example(length):
+        return (*torch.randn(3, 1, 2, length, 16), torch.randn(2, 1, length), torch.rand(2), torch.randn(2)), ()
+
+    assert_compiles(function, [example(length) for length in LENGTHS])
+
+
 def test_one_padded_graph_for_every_length():
     def function(query, key, value, lengths):
         return onchip.attention(query, key, value, causal=True, lengths=(lengths, lengths))
@@ -218,6 +229,63 @@ def test_vmap(axes, schedule):
         for n in range(5)
     ]
     torch.testing.assert_close(got, torch.stack([dense_reference(*row) for row in rows]), **CLOSE)
+
+
+@pytest.mark.parametrize("axes", [(0, 0), (None, 0), (0, None), (1, 2)], ids=str)
+def test_vmap_over_scores_and_masks(axes, schedule):
+    """Every tensor of a call may be the batched one: here query and bias, with a batched mask, forward and gradients."""
+    query, bias = torch.randn(5, 2, 2, 9, 4, dtype=torch.float64), torch.randn(5, 1, 2, 9, 7, dtype=torch.float64)
+    keep, sink = torch.rand(5, 7) < 0.7, torch.randn(5, 2, dtype=torch.float64)
+    keep[:, 0] = True
+    key, value = torch.randn(2, 2, 2, 7, 4, dtype=torch.float64)
+
+    def function(query, bias, keep, sink):
+        score = (scores.bias(bias), scores.sink(sink))
+        return onchip.attention_with_lse(query, key, value, mask=masks.keys(keep), score=score, schedule=schedule)
+
+    def placed(plain, axis):
+        return (plain[0] if axis is None else plain.movedim(0, axis).contiguous()).requires_grad_()
+
+    query, bias = placed(query, axes[0]), placed(bias, axes[1])
+    got = torch.vmap(function, in_dims=(*axes, 0, 0))(query, bias, keep, sink)
+    rows = [
+        [leaf if axis is None else leaf.select(axis, n) for leaf, axis in zip((query, bias), axes)] for n in range(5)
+    ]
+    expected = [torch.stack(part) for part in zip(*(function(*row, keep[n], sink[n]) for n, row in enumerate(rows)))]
+    for x, y in zip(got, expected, strict=True):
+        torch.testing.assert_close(x, y, **CLOSE)
+    weights = [torch.randn_like(part) for part in expected]
+    for x, y in zip(
+        torch.autograd.grad(got, (query, bias), weights), torch.autograd.grad(expected, (query, bias), weights)
+    ):
+        torch.testing.assert_close(x, y, **CLOSE)
+
+
+def test_vmap_over_packed_calls(schedule):
+    inputs = torch.randn(3, 4, 12, 2, 8, dtype=torch.float64).unbind()
+    offsets = cumulative([5, 0, 7])
+    got = torch.vmap(lambda *leaves: onchip.attention_varlen(*leaves, offsets, causal=True, schedule=schedule))(*inputs)
+    alone = [onchip.attention_varlen(*(leaf[n] for leaf in inputs), offsets, causal=True) for n in range(4)]
+    torch.testing.assert_close(got, torch.stack(alone), **CLOSE)
+
+
+@composite
+def test_functional_gradients_of_scores(schedule):
+    """torch.func.grad by a bias, slopes, a sink and a tensor that a function captures."""
+    query, key, value = torch.randn(3, 1, 2, 9, 4, dtype=torch.float64)
+    leaves = (*(torch.randn(shape, dtype=torch.float64) for shape in ((2, 9, 9), (2,), (2,), (9,))),)
+
+    def terms(bias, slopes, sink, table):
+        look_up = scores.modify(lambda s, b, h, i, j: s + table[j])
+        return scores.bias(bias), scores.alibi(slopes), scores.sink(sink), look_up
+
+    def loss(*leaves):
+        return onchip.attention(query, key, value, score=terms(*leaves), schedule=schedule).square().sum()
+
+    got = torch.func.grad(loss, argnums=(0, 1, 2, 3))(*leaves)
+    plain = [leaf.clone().requires_grad_() for leaf in leaves]
+    for x, y in zip(got, torch.autograd.grad(loss(*plain), plain), strict=True):
+        torch.testing.assert_close(x, y, **CLOSE)
 
 
 @composite

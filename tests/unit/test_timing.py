@@ -1,5 +1,6 @@
 """The timer: order, repetition, pairing, failures, and the peak of memory, with a simulated clock."""
 
+import os
 import time
 from functools import partial
 
@@ -179,6 +180,7 @@ def test_peak_memory_refuses_a_call_that_cannot_be_sent():
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif("PYTEST_XDIST_WORKER" in os.environ, reason="needs the device to itself: run without xdist")
 @pytest.mark.parametrize("flush_l2", [False, True])
 def test_cuda_events_time_the_device_and_not_the_launch(flush_l2):
     contenders = {"long": partial(torch.cuda._sleep, 20_000_000), "short": partial(torch.cuda._sleep, 2_000_000)}
