@@ -1,6 +1,6 @@
 """Attention as the contract states it: one dense sequence at a time, in plain torch. Shares no code with onchip."""
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -26,7 +26,6 @@ class Problem:
     scale: float | None = None
     dropout_p: float = 0.0
     dropout_seed: int | None = None
-    name: str = field(default="", compare=False)
 
     @property
     def packed(self):

@@ -207,7 +207,6 @@ class Builder:
             score,
             **self.layout(),
             scale=spec.scale,
-            name=str(spec),
             dropout_p=spec.dropout_p,
             dropout_seed=1234567890123 + spec.seed if spec.dropout_p else None,
         )

@@ -104,7 +104,8 @@ def _trace(fn: Callable[..., Tensor], takes_score: bool, dtype: torch.dtype, dev
     try:
         with torch.no_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            module = make_fx(fn)(*examples((2, 3, 4, 5)))
+            # make_fx counts the parameters of what it traces, defaults included
+            module = make_fx(lambda *inputs: fn(*inputs))(*examples((2, 3, 4, 5)))
     except Exception as error:
         raise ValueError(
             "fn must be plain torch on its index tensors (use torch.where instead of if, no .item()); "

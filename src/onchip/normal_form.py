@@ -144,12 +144,11 @@ class NormalForm:
         assert self._states is not None
         if piece.start >= piece.stop:
             return
-        states = self._states[
-            batch if self._states.shape[0] > 1 else WHOLE,
-            heads if self._states.shape[1] > 1 else WHOLE,
-            rows.start // BLOCK : (rows.stop - 1) // BLOCK + 1,
-            piece.start // BLOCK : (piece.stop - 1) // BLOCK + 1,
-        ].flatten(0, 2)
+        blocks_q = slice(rows.start // BLOCK, (rows.stop - 1) // BLOCK + 1)
+        blocks_k = slice(piece.start // BLOCK, (piece.stop - 1) // BLOCK + 1)
+        parts = [batch, heads, blocks_q]
+        varying = [part if size > 1 else WHOLE for part, size in zip(parts, self._states.shape, strict=False)]
+        states = self._states[(*varying, blocks_k)].flatten(0, 2)
         lowest, highest = states.amin(0).tolist(), states.amax(0).tolist()
         kinds = [
             EMPTY if most == EMPTY else FULL if least == FULL else PARTIAL

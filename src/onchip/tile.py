@@ -193,7 +193,7 @@ class RectTile:
         return self._vector(tensor, self._clip_columns(), self._geometry.token_k)[:, None, None, :]
 
     def _vector(self, tensor: Tensor, part: slice, token: int) -> Tensor:
-        tensor = tensor.reshape(-1, tensor.shape[-1])
+        tensor = tensor if tensor.dim() == 2 else tensor[None]
         batch = WHOLE if tensor.shape[0] == 1 else self._sequences()
         return tensor[batch, part.start + token : part.stop + token]
 
@@ -293,8 +293,7 @@ class PackedTile:
     def take(self, tensor: Tensor, per: Per) -> Tensor:
         if per == "whole":
             return tensor
-        tensor = per_head(tensor) if per == "head" else rank4(tensor)
-        return tensor[self._pair_index(tensor, self.row, self.column)]
+        return self._gather(per_head(tensor) if per == "head" else rank4(tensor), self.row, self.column)
 
     def take_rows(self, tensor: Tensor) -> Tensor:
         return tensor.reshape(-1)[self._rows].reshape(1, 1, -1, 1)
@@ -303,12 +302,19 @@ class PackedTile:
         return tensor.reshape(-1)[self._columns].reshape(1, 1, 1, -1)
 
     def take_blocks(self, tensor: Tensor, size_q: int, size_k: int) -> Tensor:
-        tensor = rank4(tensor)
-        return tensor[self._pair_index(tensor, self.row // size_q, self.column // size_k)]
+        return self._gather(rank4(tensor), self.row // size_q, self.column // size_k)
+
+    def _gather(self, tensor: Tensor, row: Tensor, column: Tensor) -> Tensor:
+        if tensor.numel() == 0:
+            # no sequence has a token, so whatever stands for the pairs is never inside; a sum keeps the gradient
+            return (tensor.any() if tensor.dtype == torch.bool else tensor.sum()).reshape(1, 1, 1, 1)
+        return tensor[self._pair_index(tensor, row, column)]
 
     def add(self, total: Tensor, gradient: Tensor, per: Per) -> None:
         if per == "whole":
             total.add_(gradient)
+            return
+        if total.numel() == 0:
             return
         total = per_head(total) if per == "head" else rank4(total)
         indices = self._pair_index(total, self.row, self.column)

@@ -233,7 +233,7 @@ def test_vmap(axes, schedule):
 
 @pytest.mark.parametrize("axes", [(0, 0), (None, 0), (0, None), (1, 2)], ids=str)
 def test_vmap_over_scores_and_masks(axes, schedule):
-    """Every tensor of a call may be the batched one: here query and bias, with a batched mask, forward and gradients."""
+    """Every tensor of a call may be batched: here query and bias, mask and sink, forward and gradients."""
     query, bias = torch.randn(5, 2, 2, 9, 4, dtype=torch.float64), torch.randn(5, 1, 2, 9, 7, dtype=torch.float64)
     keep, sink = torch.rand(5, 7) < 0.7, torch.randn(5, 2, dtype=torch.float64)
     keep[:, 0] = True
@@ -248,16 +248,14 @@ def test_vmap_over_scores_and_masks(axes, schedule):
 
     query, bias = placed(query, axes[0]), placed(bias, axes[1])
     got = torch.vmap(function, in_dims=(*axes, 0, 0))(query, bias, keep, sink)
-    rows = [
-        [leaf if axis is None else leaf.select(axis, n) for leaf, axis in zip((query, bias), axes)] for n in range(5)
-    ]
-    expected = [torch.stack(part) for part in zip(*(function(*row, keep[n], sink[n]) for n, row in enumerate(rows)))]
-    for x, y in zip(got, expected, strict=True):
-        torch.testing.assert_close(x, y, **CLOSE)
+    alone = []
+    for n in range(5):
+        row = [leaf if axis is None else leaf.select(axis, n) for leaf, axis in ((query, axes[0]), (bias, axes[1]))]
+        alone.append(function(*row, keep[n], sink[n]))
+    expected = [torch.stack([result.out for result in alone]), torch.stack([result.lse for result in alone])]
     weights = [torch.randn_like(part) for part in expected]
-    for x, y in zip(
-        torch.autograd.grad(got, (query, bias), weights), torch.autograd.grad(expected, (query, bias), weights)
-    ):
+    gradients = [torch.autograd.grad(results, (query, bias), weights) for results in (got, expected)]
+    for x, y in zip((*got, *gradients[0]), (*expected, *gradients[1]), strict=True):
         torch.testing.assert_close(x, y, **CLOSE)
 
 
