@@ -148,7 +148,8 @@ class NormalForm:
         blocks_k = slice(piece.start // BLOCK, (piece.stop - 1) // BLOCK + 1)
         parts = [batch, heads, blocks_q]
         varying = [part if size > 1 else WHOLE for part, size in zip(parts, self._states.shape, strict=False)]
-        states = self._states[(*varying, blocks_k)].flatten(0, 2)
+        index = (*varying, blocks_k)
+        states = self._states[index].flatten(0, 2)
         lowest, highest = states.amin(0).tolist(), states.amax(0).tolist()
         kinds = [
             EMPTY if most == EMPTY else FULL if least == FULL else PARTIAL
