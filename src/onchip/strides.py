@@ -7,10 +7,16 @@ from torch import Tensor
 
 
 def _order(like: Tensor) -> list[int]:
-    """Dimensions from the largest stride to the smallest."""
+    """Dimensions from the largest stride to the smallest; ties (expanded or unit extents) keep the natural order."""
     strides = like.stride()
-    # ties (expanded or unit extents) keep the natural order: the sort is stable
-    return sorted(range(like.dim()), key=lambda place: -strides[place])
+    order: list[int] = []
+    # sorted() takes no symbolic keys where torch.compile traces, comparisons it does
+    for place in range(like.dim()):
+        position = len(order)
+        while position > 0 and strides[order[position - 1]] < strides[place]:
+            position -= 1
+        order.insert(position, place)
+    return order
 
 
 def _inverse(order: list[int]) -> list[int]:

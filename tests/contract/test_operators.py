@@ -115,9 +115,11 @@ MASKS = {
 
 
 @pytest.mark.parametrize("mask", MASKS)
-def test_one_dense_graph_for_every_length(mask):
+def test_one_dense_graph_for_every_length(mask, schedule):
     def function(query, key, value, mask):
-        return onchip.attention(query, key, value, causal=True, mask=mask, score=scores.softcap(20.0))
+        return onchip.attention(
+            query, key, value, causal=True, mask=mask, score=scores.softcap(20.0), schedule=schedule
+        )
 
     def example(length):
         return torch.randn(3, 1, 2, length, 16).unbind(), (MASKS[mask](length),)
@@ -125,10 +127,10 @@ def test_one_dense_graph_for_every_length(mask):
     assert_compiles(function, [example(length) for length in LENGTHS])
 
 
-def test_one_graph_with_learned_scores_for_every_length():
+def test_one_graph_with_learned_scores_for_every_length(schedule):
     def function(query, key, value, bias, slopes, sink):
         score = (scores.bias(bias), scores.alibi(slopes), scores.sink(sink))
-        return onchip.attention(query, key, value, window=(90, 10), score=score)
+        return onchip.attention(query, key, value, window=(90, 10), score=score, schedule=schedule)
 
     def example(length):
         return (*torch.randn(3, 1, 2, length, 16), torch.randn(2, 1, length), torch.rand(2), torch.randn(2)), ()
@@ -136,9 +138,9 @@ def test_one_graph_with_learned_scores_for_every_length():
     assert_compiles(function, [example(length) for length in LENGTHS])
 
 
-def test_one_padded_graph_for_every_length():
+def test_one_padded_graph_for_every_length(schedule):
     def function(query, key, value, lengths):
-        return onchip.attention(query, key, value, causal=True, lengths=(lengths, lengths))
+        return onchip.attention(query, key, value, causal=True, lengths=(lengths, lengths), schedule=schedule)
 
     def example(length):
         return torch.randn(3, 2, 2, length, 16).unbind(), (torch.tensor([length, length // 2]),)
@@ -146,9 +148,9 @@ def test_one_padded_graph_for_every_length():
     assert_compiles(function, [example(length) for length in LENGTHS])
 
 
-def test_one_packed_graph_for_every_length():
+def test_one_packed_graph_for_every_length(schedule):
     def function(query, key, value, offsets):
-        return onchip.attention_varlen(query, key, value, offsets, causal=True, window=(100, None))
+        return onchip.attention_varlen(query, key, value, offsets, causal=True, window=(100, None), schedule=schedule)
 
     def example(length):
         return torch.randn(3, length, 2, 16).unbind(), (cumulative([length // 3, length - length // 3]),)

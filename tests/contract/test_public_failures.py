@@ -4,10 +4,13 @@ The ids name the entries of the project's case list; the link in each docstring 
 """
 
 from dataclasses import replace
+from importlib import metadata
+from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
+from torch._dynamo.testing import CompileCounterWithBackend
 
 import onchip
 from onchip import masks, scores
@@ -23,6 +26,15 @@ def problem_of(query, key, value, **fields):
 
 def normal(*shape, dtype=torch.float32, seed=0):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def test_P01_P02_one_wheel_without_a_build_step():
+    """Dao-AILab/flash-attention#246, #1783: hours of compiling, and wheels that fit one torch only."""
+    wheel = metadata.distribution("onchip").read_text("WHEEL")
+    assert "Root-Is-Purelib: true" in wheel and "Tag: py3-none-any" in wheel
+    assert not [
+        path for path in Path(onchip.__file__).parent.rglob("*") if path.suffix in (".so", ".pyd", ".cpp", ".cu")
+    ]
 
 
 def test_P03_causal_with_more_queries_than_keys_packed(schedule):
@@ -412,6 +424,23 @@ def test_P21_a_narrow_window_visits_few_tiles():
         near = slice(row - 5, row + 1)
         weights = torch.softmax(query[0, 0, row].double() @ key[0, 0, near].double().T / 8**0.5, 0)
         torch.testing.assert_close(out[0, 0, row].double(), weights @ value[0, 0, near].double(), rtol=1e-5, atol=1e-5)
+
+
+def test_P24_one_graph_serves_other_lengths(schedule):
+    """Dao-AILab/flash-attention#2635, #1164: a compilation for every maximal length, and lengths baked into graphs."""
+    counter = CompileCounterWithBackend("eager")
+    torch._dynamo.reset()
+
+    @torch.compile(fullgraph=True, dynamic=True, backend=counter)
+    def compiled(query, key, value, cu):
+        return onchip.attention_varlen(query, key, value, cu, causal=True, schedule=schedule)
+
+    for offsets in ([0, 8, 16], [0, 1, 16], [0, 15, 16], [0, 700, 1024], [0, 0, 128]):
+        query, key, value = normal(3, offsets[-1], 2, 8)
+        cu = torch.tensor(offsets)
+        expected = onchip.attention_varlen(query, key, value, cu, causal=True, schedule=schedule)
+        torch.testing.assert_close(compiled(query, key, value, cu), expected)
+    assert counter.frame_count <= 2
 
 
 def test_P25_the_plan_names_its_schedule_and_every_reason():
