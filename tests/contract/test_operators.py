@@ -401,3 +401,20 @@ def test_inference_mode_and_no_grad(schedule):
     for context in (torch.no_grad(), torch.inference_mode()):
         with context:
             assert torch.equal(onchip.attention(*inputs, causal=True, schedule=schedule), expected)
+
+
+@pytest.mark.parametrize("transform", ["grad", "vmap"])
+def test_transforms_inside_a_compiled_region(transform):
+    inputs = torch.randn(3, 1, 2, 12, 4, dtype=torch.float64).unbind()
+
+    def attend(query, key, value):
+        return onchip.attention(query, key, value, causal=True, score=scores.softcap(3.0)).sin().sum((-1, -2))
+
+    if transform == "grad":
+        function = torch.func.grad(lambda *tensors: attend(*tensors).sum())
+    else:
+        inputs = [tensor[None].repeat(3, 1, 1, 1, 1) * torch.arange(1, 4).view(3, 1, 1, 1, 1) for tensor in inputs]
+        function = torch.vmap(attend)
+    with compilations(2):
+        got = torch.compile(function, fullgraph=True, backend="aot_eager")(*inputs)
+    torch.testing.assert_close(got, function(*inputs), **CLOSE)
