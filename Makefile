@@ -1,7 +1,8 @@
 # `make demo` and `make test` build their own virtual environment in .venv the first time.
 
-# Threads that spin while they wait slow tiles of small products tenfold where others share the cores.
-export OMP_WAIT_POLICY ?= PASSIVE
+# Threads that spin long while they wait slow small products tenfold where others share the cores; not to spin at all
+# slows them on an idle machine.
+export GOMP_SPINCOUNT ?= 20000
 
 PYTHON ?= python3
 PIP := -m pip --disable-pip-version-check install --quiet -c constraints-dev.txt

@@ -51,8 +51,9 @@ class Gpu:
 class Machine:
     """Device, processor and versions. `device_name` is the GPU's name, or the processor's for "cpu".
 
-    `omp_wait_policy` is the environment's OMP_WAIT_POLICY: threads that wait actively make small operators many times
-    slower when other processes use the same cores, so a time on the CPU depends on it.
+    `thread_waiting` is what the environment says of how OpenMP's threads wait. Threads that spin for long make small
+    operators many times slower when other processes use the same cores, and threads that never spin make them half as
+    slow again on an idle machine, so a time on the CPU depends on it.
     """
 
     device_type: str
@@ -60,7 +61,7 @@ class Machine:
     processor: str
     cores: int
     threads: int
-    omp_wait_policy: str | None
+    thread_waiting: str | None
     load_average: tuple[float, ...]
     memory_bytes: int | None
     platform: str
@@ -70,6 +71,11 @@ class Machine:
     cuda_version: str | None
     cudnn_version: int | None
     gpu: Gpu | None
+
+
+def _thread_waiting() -> str | None:
+    names = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
+    return ", ".join(f"{name}={os.environ[name]}" for name in names if name in os.environ) or None
 
 
 def read_machine(device: torch.device | str = "cpu") -> Machine:
@@ -82,7 +88,7 @@ def read_machine(device: torch.device | str = "cpu") -> Machine:
         processor=processor_name(),
         cores=available_cores(),
         threads=torch.get_num_threads(),
-        omp_wait_policy=os.environ.get("OMP_WAIT_POLICY"),
+        thread_waiting=_thread_waiting(),
         load_average=tuple(round(load, 2) for load in os.getloadavg()) if hasattr(os, "getloadavg") else (),
         memory_bytes=total_memory_bytes(),
         platform=platform.platform(),

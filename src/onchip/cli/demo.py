@@ -71,7 +71,7 @@ def _show_lengths(console: Console, tokens: list[int], setting: Setting, output:
     )
     console.print(f"{what[0].upper()}{what[1:]}:", highlight=False)
     if machine.device_type == "cpu" and machine.load_average and machine.load_average[0] > machine.cores / 2:
-        advice = "" if machine.omp_wait_policy else "; with OMP_WAIT_POLICY=PASSIVE in the environment they suffer less"
+        advice = "" if machine.thread_waiting else "; with GOMP_SPINCOUNT=20000 in the environment they suffer less"
         console.print(
             f"This machine is busy (load {machine.load_average[0]} on {machine.cores} cores): times are unreliable"
             f"{advice}.",
