@@ -26,6 +26,11 @@ from onchip.strides import empty_ordered
 
 _CHECKED: ContextVar[bool] = ContextVar("onchip_checked", default=False)
 
+# asked once: in torch 2.11 the question is a graph break
+_AUTOCAST_TYPES = frozenset(
+    kind for kind in ("cpu", "cuda", "xpu", "mps", "mtia") if torch.amp.is_autocast_available(kind)
+)
+
 _LIBRARY = torch.library.Library("onchip", "DEF")
 _LIBRARY.define(
     "attention(Tensor query, Tensor key, Tensor value, Tensor[] tensors, str spec, SymInt[] ints, float[] floats)"
@@ -62,7 +67,7 @@ def check_values(problem: Problem) -> None:
 
 def autocasts(device: torch.device) -> bool:
     """Whether torch.autocast is on for the device."""
-    return torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type)
+    return device.type in _AUTOCAST_TYPES and torch.is_autocast_enabled(device.type)
 
 
 def _full_precision(device: torch.device) -> AbstractContextManager[None]:
