@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 _GRAPHS: dict[str, Callable[..., Tensor]] = {}
 _TRACES: dict[Hashable, tuple[str, tuple[tuple[Hashable, ...], ...]]] = {}
@@ -144,6 +145,15 @@ def _index_examples(shape: tuple[int, int, int, int], device: torch.device) -> l
     return indices
 
 
+class _NoReading(TorchDispatchMode):
+    """Refuse to read a number out of a tensor: the graph would keep it, whatever the tensor holds later."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default:
+            raise ValueError("fn must not read numbers out of tensors (.item(), int(), if): use the tensor itself")
+        return func(*args, **(kwargs or {}))
+
+
 def _check(
     fn: Callable[..., Tensor],
     module: Callable[..., Tensor],
@@ -155,7 +165,8 @@ def _check(
     for shape in ((1, 1, 3, 2), (3, 2, 1, 6)):
         inputs = examples(shape)
         with torch.no_grad():
-            expected = fn(*inputs)
+            with _NoReading():
+                expected = fn(*inputs)
             if not isinstance(expected, Tensor):
                 raise TypeError(f"fn must return a tensor, got {type(expected).__name__}")
             if not takes_score and expected.dtype != torch.bool:
@@ -216,7 +227,7 @@ class _Unique:
 def _key(value: Any, seen: set[int]) -> Hashable:
     """What a value contributes to a trace: tensors by dtype and rank, functions by code, plain values by themselves."""
     if isinstance(value, Tensor):
-        return ("tensor", value.dtype, value.dim(), value.device.type, value.is_leaf and type(value).__name__)
+        return ("tensor", value.dtype, value.dim(), value.device.type, type(value).__name__)
     if isinstance(value, bool | int | float | complex | str | bytes | type(None) | torch.dtype | torch.device):
         return (type(value), repr(value))
     if isinstance(value, types.ModuleType | types.BuiltinFunctionType | type):

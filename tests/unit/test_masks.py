@@ -101,3 +101,11 @@ def test_masks_combine_only_with_masks():
             mask & other
     keys = Keys(torch.ones(8, dtype=torch.bool)).value()
     assert type(mask & keys) is not type(mask) and repr(mask & keys)
+
+
+def test_a_function_must_not_read_numbers_out_of_tensors():
+    """A number that the graph keeps would be wrong for the next tensor of the same shape."""
+    for read in (torch.Tensor.item, int, float):
+        limit = torch.tensor(3)
+        with pytest.raises(ValueError, match=r"\.item\(\)"):
+            onchip.masks.predicate(lambda b, h, i, j, read=read, limit=limit: i - j < read(limit))
