@@ -186,17 +186,6 @@ class NormalForm:
         assert keep is not None, "a partial tile has a reason"
         return keep
 
-    def __str__(self) -> str:
-        parts = []
-        if self._low is not None or self._high is not None:
-            parts.append(f"band {self._low} <= j - i <= {self._high}")
-        if self._start is not None:
-            parts.append("a range per row")
-        if self._states is not None:
-            counts = [int((self._states == state).sum()) for state in (EMPTY, PARTIAL, FULL)]
-            parts.append(f"tiles of {BLOCK}: {counts[0]} empty, {counts[1]} partial, {counts[2]} full")
-        return ", ".join(parts) or "every pair"
-
 
 def _select(bound: Tensor, batch: slice) -> Tensor:
     return bound if bound.shape[0] == 1 else bound[batch]

@@ -19,7 +19,6 @@ from onchip.lowering import Reader, Writer, parse
 from onchip.tile import PackedGeometry, RectGeometry, Tile
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-LAYOUTS = ("dense", "padded", "packed")
 
 Lowered = tuple[list[Tensor], str, list[int], list[float]]
 

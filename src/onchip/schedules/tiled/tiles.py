@@ -203,9 +203,10 @@ def is_careful(problem: Problem, *tensors: Tensor | None) -> bool:
     """Whether values may be non-finite that are hidden by more than causality or a window. A GPU is not asked."""
     may_hide = any(step.may_hide for step in problem.scores)
     if problem.device.type != "cpu":
+        if may_hide or problem.layout != "dense":
+            return True
         geometry = problem.geometry()
-        banded = isinstance(geometry, RectGeometry) and only_bands(problem.mask, geometry)
-        return may_hide or problem.layout != "dense" or not banded
+        return not (isinstance(geometry, RectGeometry) and only_bands(problem.mask, geometry))
     if problem.mask is None and not may_hide:
         return False
     query, key, *others = tensors
