@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import onchip
+from tests.harness import COMPLETE
 
 hypothesis.settings.register_profile("default", deadline=None, max_examples=30, print_blob=True)
 hypothesis.settings.register_profile("ci", deadline=None, max_examples=30, derandomize=True, print_blob=True)
@@ -26,6 +27,18 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="no CUDA device here"))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_pyfunc_call(pyfuncitem):
+    """A schedule that declines a problem skips the test, unless it is one that must run everything."""
+    try:
+        return (yield)
+    except onchip.Unsupported as reason:
+        name = pyfuncitem.funcargs.get("schedule")
+        if name in (None, *COMPLETE):
+            raise
+        pytest.skip(f"{name} declines: " + "; ".join(reason.reasons[name]))
 
 
 @pytest.fixture(autouse=True)

@@ -18,6 +18,7 @@ LAYERS = [
     {"lowering", "philox", "softmax", "checks", "states"},
     {"masks", "problem"},
     {"scores", "normal_form"},
+    {"segments"},
     {"schedules", "model"},
     {"dispatch"},
     {"ops"},

@@ -7,7 +7,7 @@ between them (inputs, out, lse, seed) is the same for all.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
@@ -16,9 +16,9 @@ from torch import Tensor
 
 from onchip.errors import Unsupported
 from onchip.problem import Problem
-from onchip.schedules import dense, tiled
+from onchip.schedules import aten, dense, tiled
 
-ScheduleName = Literal["dense", "tiled"]
+ScheduleName = Literal["aten", "tiled", "dense"]
 
 
 @dataclass(frozen=True)
@@ -26,8 +26,9 @@ class Schedule:
     """One way to compute a problem.
 
     Attributes:
-        unsupported: reasons, one sentence each, why the problem cannot run here; empty if it can.
+        unsupported, unsupported_backward: reasons, one sentence each, why the problem cannot run here; empty if it can.
         forward, backward: run inside the operators; None for a composite schedule, which torch differentiates itself.
+            They may return None once they see values that they cannot treat: the next schedule then takes the call.
         pairs: pairs of (query, key) that are computed. workspace_bytes: memory beyond inputs, outputs and gradients.
         tiles: rows and columns of a tile of scores.
     """
@@ -35,11 +36,12 @@ class Schedule:
     name: str
     summary: str
     unsupported: Callable[[Problem], list[str]]
+    unsupported_backward: Callable[[Problem], list[str]]
     pairs: Callable[[Problem], int]
     workspace_bytes: Callable[[Problem], int]
     tiles: Callable[[Problem], tuple[int, int]]
-    forward: Callable[..., tuple[Tensor, Tensor]] | None = None
-    backward: Callable[..., list[Tensor | None]] | None = None
+    forward: Callable[..., tuple[Tensor, Tensor] | None] | None = None
+    backward: Callable[..., list[Tensor | None] | None] | None = None
 
     @property
     def composite(self) -> bool:
@@ -49,8 +51,20 @@ class Schedule:
 
 _SCHEDULES = (
     Schedule(
+        aten.NAME,
+        aten.SUMMARY,
+        aten.unsupported,
+        aten.unsupported_backward,
+        aten.pairs,
+        aten.workspace_bytes,
+        aten.tiles,
+        aten.forward,
+        aten.backward,
+    ),
+    Schedule(
         tiled.NAME,
         tiled.SUMMARY,
+        tiled.unsupported,
         tiled.unsupported,
         tiled.pairs,
         tiled.workspace_bytes,
@@ -58,37 +72,60 @@ _SCHEDULES = (
         tiled.forward,
         tiled.backward,
     ),
-    Schedule(dense.NAME, dense.SUMMARY, dense.unsupported, dense.pairs, dense.workspace_bytes, dense.tiles),
+    Schedule(
+        dense.NAME,
+        dense.SUMMARY,
+        dense.unsupported,
+        dense.unsupported,
+        dense.pairs,
+        dense.workspace_bytes,
+        dense.tiles,
+    ),
 )
+_BY_NAME = {schedule.name: schedule for schedule in _SCHEDULES}
 
 TRANSFORMED = (
     "inside torch.func.grad, jvp and forward-mode AD only a composite schedule runs; schedule=None takes dense there"
 )
+HIDDEN = "a result is not finite: something hidden may hold NaN or infinity, which this kernel would let in"
 
 
 def schedules() -> dict[str, Schedule]:
     """Every schedule that is present, by name, in the order of preference."""
-    return {schedule.name: schedule for schedule in _SCHEDULES}
+    return dict(_BY_NAME)
 
 
 def check_name(name: Any) -> None:
     """Raise unless `name` is None or names a schedule that is present."""
-    if name is not None and name not in schedules():
-        raise ValueError(f"schedule must be None or one of {', '.join(map(repr, schedules()))}, got {name!r}")
+    if name is not None and name not in _BY_NAME:
+        raise ValueError(f"schedule must be None or one of {', '.join(map(repr, _BY_NAME))}, got {name!r}")
 
 
-def choose(problem: Problem, *, transformed: bool = False) -> tuple[Schedule, dict[str, list[str]]]:
+def _order(problem: Problem, backward: bool) -> tuple[Schedule, ...]:
+    """Schedules in the order of preference for a problem."""
+    return _SCHEDULES
+
+
+def _reasons(schedule: Schedule, problem: Problem, backward: bool) -> list[str]:
+    return schedule.unsupported_backward(problem) if backward else schedule.unsupported(problem)
+
+
+def choose(
+    problem: Problem, *, backward: bool = False, transformed: bool = False
+) -> tuple[Schedule, dict[str, list[str]]]:
     """The schedule that runs the problem, and the reasons against each that does not.
 
     Args:
+        backward: choose for the backward instead of the forward.
         transformed: the call stands under a torch.func transform that differentiates, or in forward mode.
 
     Raises:
         Unsupported: the named schedule, or every one, refuses.
     """
     chosen, reasons = None, {}
-    for schedule in _SCHEDULES:
-        why = schedule.unsupported(problem)
+    order = _order(problem, backward)
+    for schedule in order:
+        why = _reasons(schedule, problem, backward)
         if transformed and not schedule.composite:
             why = [*why, TRANSFORMED]
         if not why and problem.schedule not in (None, schedule.name):
@@ -100,10 +137,31 @@ def choose(problem: Problem, *, transformed: bool = False) -> tuple[Schedule, di
         else:
             chosen = schedule
     if chosen is None:
-        works = [s.name for s in _SCHEDULES if not s.unsupported(problem) and (s.composite or not transformed)]
-        nearest = f"schedule={works[0]!r} or schedule=None" if works else "a smaller set of features"
-        raise Unsupported(problem.describe(), reasons, nearest)
+        works = [s.name for s in order if not _reasons(s, problem, backward) and (s.composite or not transformed)]
+        raise Unsupported(problem.describe(), reasons, _nearest(works))
     return chosen, reasons
+
+
+def _nearest(works: list[str]) -> str:
+    return f"schedule={works[0]!r} or schedule=None" if works else "a smaller set of features"
+
+
+def candidates(problem: Problem, backward: bool) -> Iterator[Schedule]:
+    """Schedules to run inside an operator, one after the other until one gives a result.
+
+    Raises:
+        Unsupported: when there is none, or no other one.
+    """
+    found = False
+    for schedule in _order(problem, backward):
+        if schedule.composite or problem.schedule not in (None, schedule.name):
+            continue
+        if not _reasons(schedule, problem, backward):
+            found = True
+            yield schedule
+    if not found:
+        choose(problem, backward=backward)
+    raise Unsupported(problem.describe(), {str(problem.schedule): [HIDDEN]}, _nearest([tiled.NAME]))
 
 
 @dataclass(frozen=True)

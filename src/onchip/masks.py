@@ -71,6 +71,11 @@ class Mask(ABC):
     @abstractmethod
     def read(cls, reader: Reader, *node: Node) -> Mask: ...
 
+    @property
+    def is_simple(self) -> bool:
+        """Whether the mask is made of ints alone."""
+        return False
+
     def check(self, problem: Problem) -> None:
         """Raise if the mask's tensors do not fit the problem's shapes."""
         return
@@ -106,6 +111,10 @@ class Combined(Mask):
     parts: tuple[Mask, ...]
 
     sign: ClassVar[str]
+
+    @property
+    def is_simple(self) -> bool:
+        return all(part.is_simple for part in self.parts)
 
     def __str__(self) -> str:
         return "(" + f" {self.sign} ".join(map(str, self.parts)) + ")"
@@ -193,6 +202,10 @@ class Band(Mask):
     left: int | None
     right: int | None
     diagonal: Diagonal = "bottom-right"
+
+    @property
+    def is_simple(self) -> bool:
+        return not isinstance(self.diagonal, Tensor)
 
     def __str__(self) -> str:
         if (self.left, self.right, self.diagonal) == (None, 0, "bottom-right"):

@@ -69,37 +69,44 @@ def only_bands(mask: Mask | None, geometry: RectGeometry) -> bool:
     )
 
 
+def band_of(mask: Mask | None, geometry: RectGeometry) -> tuple[int | None, int | None] | None:
+    """The mask as low <= column - row <= high, None unbounded; None if it is more than a band of ints."""
+    low: int | None = None
+    high: int | None = None
+    for part in _parts(mask):
+        if not isinstance(part, Band) or isinstance(offset := geometry.offset(part.diagonal), Tensor):
+            return None
+        if part.left is not None:
+            low = offset - part.left if low is None else max(low, offset - part.left)
+        if part.right is not None:
+            high = offset + part.right if high is None else min(high, offset + part.right)
+    return low, high
+
+
 class NormalForm:
     """A mask over one rectangle of sequences whose lengths are known on the host."""
 
     def __init__(self, mask: Mask | None, geometry: RectGeometry) -> None:
         self._rows, self._columns = geometry.rows, geometry.columns
-        self._low: int | None = None
-        self._high: int | None = None
         self._start: Tensor | None = None
         self._stop: Tensor | None = None
         self._residual: Mask | None = None
-        residual = []
+        bands, residual = [], []
         for part in _parts(mask):
-            if isinstance(part, Band) and not isinstance(offset := geometry.offset(part.diagonal), Tensor):
-                self._add_band(part, offset)
+            if isinstance(part, Band) and not isinstance(geometry.offset(part.diagonal), Tensor):
+                bands.append(part)
             elif isinstance(part, Documents) and (ranges := _document_ranges(part, geometry)) is not None:
                 self._add_range(*ranges)
             else:
                 residual.append(part)
+        band = band_of(And(tuple(bands)), geometry)
+        assert band is not None
+        self._low, self._high = band
         if residual:
             self._residual = residual[0] if len(residual) == 1 else And(tuple(residual))
         self._states: Tensor | None = None
         if self._residual is not None and geometry.rows and geometry.columns:
             self._states = self._residual.states(Tiles(geometry))
-
-    def _add_band(self, band: Band, offset: int) -> None:
-        if band.left is not None:
-            low = offset - band.left
-            self._low = low if self._low is None else max(self._low, low)
-        if band.right is not None:
-            high = offset + band.right
-            self._high = high if self._high is None else min(self._high, high)
 
     def _add_range(self, start: Tensor, stop: Tensor) -> None:
         self._start = start if self._start is None else torch.maximum(self._start, start)
@@ -112,6 +119,21 @@ class NormalForm:
         if self._states is not None:
             varying += self._states.shape[:2]
         return all(size == 1 for size in varying)
+
+    @property
+    def is_band(self) -> bool:
+        """Whether visibility depends on column minus row alone."""
+        return self._start is None and self._stop is None and self._residual is None
+
+    @property
+    def reach(self) -> int | None:
+        """How many columns a row can see at most, by the band; None if only the columns bound it."""
+        return None if self._low is None or self._high is None else max(0, self._high - self._low + 1)
+
+    @property
+    def slants(self) -> bool:
+        """Whether a band cuts the rectangle of pairs."""
+        return self._low is not None or self._high is not None
 
     def visits(self, batch: slice, heads: slice, rows: slice, width: int) -> list[Visit]:
         """Where rows [start, stop) of these sequences and heads must look, in pieces of at most `width` columns."""
@@ -127,6 +149,11 @@ class NormalForm:
         if low >= high:
             return []
         full_low, full_high = min(full_low, high), max(full_high, low)
+        # cut on tile boundaries: a piece of a few columns costs almost as much as a whole one
+        if full_low > low:
+            full_low = min(-(-full_low // BLOCK) * BLOCK, high)
+        if full_high < high:
+            full_high = max(full_high // BLOCK * BLOCK, low)
         if full_high - full_low >= BLOCK or (full_low == low and full_high == high):
             pieces = [Visit(low, full_low, True), Visit(full_low, full_high, False), Visit(full_high, high, True)]
         else:

@@ -89,12 +89,18 @@ def _forward(
     ints: Sequence[int],
     floats: Sequence[float],
 ) -> tuple[Tensor, Tensor]:
-    problem = Problem.lift(query, key, value, tensors, spec, ints, floats)
+    return _compute(Problem.lift(query, key, value, tensors, spec, ints, floats), query, key, value)
+
+
+def _compute(problem: Problem, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
     check_values(problem)
-    schedule, _ = dispatch.choose(problem)
-    assert schedule.forward is not None, "a composite schedule does not run inside an operator"
     with _full_precision(problem.device):
-        return schedule.forward(problem, query, key, value)
+        for schedule in dispatch.candidates(problem, backward=False):
+            assert schedule.forward is not None, "a composite schedule does not run inside an operator"
+            result = schedule.forward(problem, query, key, value)
+            if result is not None:
+                return result
+    raise AssertionError("candidates ends by raising")
 
 
 def _backward(
@@ -112,11 +118,30 @@ def _backward(
     needs: Sequence[bool],
 ) -> list[Tensor]:
     problem = Problem.lift(query, key, value, tensors, spec, ints, floats)
-    schedule, _ = dispatch.choose(problem)
-    assert schedule.backward is not None, "a composite schedule does not run inside an operator"
-    with _full_precision(problem.device):
-        gradients = schedule.backward(problem, grad_out, grad_lse, query, key, value, out, lse, tensors, needs)
+    gradients = _differentiate(problem, grad_out, grad_lse, query, key, value, out, lse, tensors, needs)
     return [gradient for gradient in gradients if gradient is not None]
+
+
+def _differentiate(
+    problem: Problem,
+    grad_out: Tensor | None,
+    grad_lse: Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    tensors: Sequence[Tensor],
+    needs: Sequence[bool],
+) -> list[Tensor | None]:
+    """Gradients of query, key, value and of each of `tensors`, None where not needed."""
+    with _full_precision(problem.device):
+        for schedule in dispatch.candidates(problem, backward=True):
+            assert schedule.backward is not None, "a composite schedule does not run inside an operator"
+            gradients = schedule.backward(problem, grad_out, grad_lse, query, key, value, out, lse, tensors, needs)
+            if gradients is not None:
+                return [*gradients, *[None] * (3 + len(tensors) - len(gradients))]
+    raise AssertionError("candidates ends by raising")
 
 
 def _forward_fake(
@@ -168,6 +193,36 @@ class _Attention(torch.autograd.Function):
         found = iter(_attention_backward(grad_out, grad_lse, query, key, value, out, lse, tensors, *ctx.rest, needs))
         gradients = [next(found) if need else None for need in needs]
         return (*gradients[:3], None, *gradients[3:])
+
+
+class _Direct(torch.autograd.Function):
+    """`_Attention` without the dispatcher. `rest` is None for a problem that holds no tensors."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, problem: Problem, rest: Any, *tensors: Tensor
+    ) -> Any:
+        out, lse = _compute(problem, query, key, value)
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(query, key, value, out, lse, *tensors)
+        ctx.problem, ctx.rest = problem if rest is None else None, rest
+        return out, lse
+
+    @staticmethod
+    def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> Any:
+        query, key, value, out, lse, *tensors = ctx.saved_tensors
+        needs = [*ctx.needs_input_grad[:3], *ctx.needs_input_grad[5:]]
+        if (grad_out is None and grad_lse is None) or not any(needs):
+            return (None,) * (5 + len(tensors))
+        gradients: Sequence[Tensor | None]
+        if torch.is_grad_enabled() or _observed(query, key, value):
+            rest = ctx.problem.lower()[1:] if ctx.rest is None else ctx.rest
+            found = iter(_attention_backward(grad_out, grad_lse, query, key, value, out, lse, tensors, *rest, needs))
+            gradients = [next(found) if need else None for need in needs]
+        else:
+            problem = ctx.problem or Problem.lift(query, key, value, tensors, *ctx.rest)
+            gradients = _differentiate(problem, grad_out, grad_lse, query, key, value, out, lse, tensors, needs)
+        return (*gradients[:3], None, None, *gradients[3:])
 
 
 class _AttentionBackward(torch.autograd.Function):
@@ -348,12 +403,49 @@ torch.library.register_vmap("onchip::attention_backward", _backward_vmap, lib=_L
 
 
 def run(problem: Problem, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """Output and LSE of a problem, by the operator or, where torch must differentiate it itself, as composite torch."""
-    tensors, spec, ints, floats = problem.lower()
-    schedule, _ = dispatch.choose(problem, transformed=_transformed() or UNTRACED in spec)
-    if schedule.composite:
-        return composite(problem, query, key, value)
-    return _attention(query, key, value, tensors, spec, ints, floats)
+    """Output and LSE of a problem: directly in plain eager code, else by the operator or as composite torch.
+
+    The operator's way through the dispatcher costs more than a small problem; it is there for what looks at operators.
+    """
+    rest: Any
+    tensors: list[Tensor]
+    plain = problem.schedule != dense.NAME and not _observed(query, key, value)
+    if plain and problem.is_simple:
+        tensors, rest = [], None
+    else:
+        tensors, *rest = problem.lower()
+        if not plain or UNTRACED in rest[0] or any(type(tensor) not in _PLAIN for tensor in tensors):
+            schedule, _ = dispatch.choose(problem, transformed=_transformed() or UNTRACED in rest[0])
+            if schedule.composite:
+                return composite(problem, query, key, value)
+            return _attention(query, key, value, tensors, *rest)
+    if torch.is_grad_enabled() and (
+        query.requires_grad
+        or key.requires_grad
+        or value.requires_grad
+        or any(tensor.requires_grad for tensor in tensors)
+    ):
+        if problem.schedule is not None:
+            dispatch.choose(problem, backward=True)
+        return _Direct.apply(query, key, value, problem, rest, *tensors)
+    return _compute(problem, query, key, value)
+
+
+_PLAIN = (Tensor, torch.nn.Parameter)
+
+
+def _observed(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """Whether something wants to see or replace operators: a compiler, a tracer, a transform, a mode, a subclass."""
+    return (
+        torch.compiler.is_compiling()
+        or type(query) not in _PLAIN
+        or type(key) not in _PLAIN
+        or type(value) not in _PLAIN
+        or torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._functorch.peek_interpreter_stack() is not None
+        or torch.autograd.forward_ad._current_level >= 0
+        or torch._C._get_tracing_state() is not None
+    )
 
 
 def composite(problem: Problem, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
@@ -380,5 +472,9 @@ def _transformed() -> bool:
 def plan(problem: Problem, notes: tuple[str, ...]) -> dispatch.Plan:
     """What `run` would do; the values of lengths and offsets are checked as in a call."""
     check_values(problem)
-    schedule, reasons = dispatch.choose(problem, transformed=_transformed())
-    return dispatch.Plan(problem, schedule.name, schedule.name, dense.NAME, reasons, notes)
+    transformed = _transformed()
+    schedule, reasons = dispatch.choose(problem, transformed=transformed)
+    if schedule.composite:
+        return dispatch.Plan(problem, schedule.name, schedule.name, dense.NAME, reasons, notes)
+    backward, _ = dispatch.choose(problem, backward=True)
+    return dispatch.Plan(problem, schedule.name, backward.name, dense.NAME, reasons, notes)

@@ -100,6 +100,16 @@ class Problem:
     # What schedules ask
 
     @property
+    def is_simple(self) -> bool:
+        """Whether the problem holds no tensors and no user functions: a dense layout, and at most a band of ints."""
+        return (
+            self.layout == "dense"
+            and not self.scores
+            and self.seed is None
+            and (self.mask is None or self.mask.is_simple)
+        )
+
+    @property
     def score_dtype(self) -> torch.dtype:
         """The dtype of scores, sums and LSE."""
         return torch.float64 if self.dtype == torch.float64 else torch.float32

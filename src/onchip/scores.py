@@ -32,6 +32,8 @@ class Score(ABC):
     single: ClassVar[bool] = True
     additive: ClassVar[bool] = False
     """The step adds a term that does not depend on the score."""
+    adds: ClassVar[bool] = False
+    """The term that an additive step adds is its only parameter, as it is."""
     may_hide: ClassVar[bool] = False
     """The step may give minus infinity, which masks."""
 
@@ -124,6 +126,7 @@ class Bias(Score):
     order: ClassVar[int] = 2
     single: ClassVar[bool] = False
     additive: ClassVar[bool] = True
+    adds: ClassVar[bool] = True
     may_hide: ClassVar[bool] = True
 
     @property

@@ -159,8 +159,9 @@ class Running:
         """
         maximum = scores.amax(-1, keepdim=True)
         if self.state is not None:
-            maximum = torch.maximum(maximum, self.state.maximum)
-        shift = _finite(maximum)
+            torch.maximum(maximum, self.state.maximum, out=maximum)
+        # any finite number does for a row that has seen no key, so that minus infinity stays what it is
+        shift = maximum.clamp(min=torch.finfo(scores.dtype).min)
         weights = exp_(scores.sub_(shift))
         total = weights.sum(-1, keepdim=True)
         if keep is not None:

@@ -34,3 +34,15 @@ def ordered(tensor: Tensor, like: Tensor) -> Tensor:
     """The tensor, differentiably, with its dimensions in memory in the order of `like`'s strides."""
     order = _order(like)
     return tensor.permute(order).contiguous().permute(_inverse(order))
+
+
+def is_ordered(tensor: Tensor, like: Tensor) -> bool:
+    """Whether a tensor already lies in memory as `empty_ordered` would lay it out."""
+    if tensor.is_contiguous() and like.is_contiguous():
+        return True
+    expected = 1
+    for place in reversed(_order(like)):
+        if tensor.stride(place) != expected:
+            return False
+        expected *= tensor.shape[place]
+    return True

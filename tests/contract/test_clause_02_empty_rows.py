@@ -57,7 +57,7 @@ def test_empty_rows(way, sink, schedule):
     assert torch.equal(result.out[:, :, :EMPTY], torch.zeros_like(result.out[:, :, :EMPTY]))
     logits = problem.leaves["sink"] if sink else torch.full((4,), -float("inf"))
     torch.testing.assert_close(result.lse[:, :, :EMPTY], logits[None, :, None].expand(1, 4, EMPTY), rtol=0, atol=0)
-    assert not result.gradients["query"][:, :, :EMPTY].any()
+    assert not result.gradients or not result.gradients["query"][:, :, :EMPTY].any()
     assert result.out[:, :, EMPTY:].abs().amin(-1).gt(0).all(), "a row with keys came out empty"
 
 

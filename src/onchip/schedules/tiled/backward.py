@@ -21,15 +21,16 @@ from onchip.products import weighted_sum
 from onchip.schedules.tiled.tiles import (
     Group,
     Pieces,
-    groups_of,
+    Scratch,
+    carefulness,
     hide,
-    is_careful,
     must_select,
     product,
     scaled,
-    segments,
+    sound,
 )
 from onchip.scores import sink_of, steps, taken
+from onchip.segments import segments
 from onchip.tile import Tile
 
 
@@ -49,19 +50,40 @@ def backward(
 
     `tensors` are the operator's; `needs` says which of (query, key, value, *tensors) want a gradient.
     """
-    dtype = problem.score_dtype
     if grad_out is None:
         grad_out = torch.zeros((), dtype=query.dtype, device=query.device).expand(out.shape)
+    *plain, last = carefulness(problem)
+    for careful in plain:
+        gradients = _backward(problem, grad_out, grad_lse, query, key, value, out, lse, tensors, needs, careful)
+        if sound(*gradients):
+            return gradients
+    return _backward(problem, grad_out, grad_lse, query, key, value, out, lse, tensors, needs, last)
+
+
+def _backward(
+    problem: Problem,
+    grad_out: Tensor,
+    grad_lse: Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    tensors: Sequence[Tensor],
+    needs: Sequence[bool],
+    careful: bool,
+) -> list[Tensor | None]:
     # tokens outside every sequence keep a gradient of 0
     fresh = torch.empty_like if problem.layout == "dense" else torch.zeros_like
     grad_query = fresh(query) if needs[0] else None
-    grad_key = torch.zeros_like(key) if needs[1] else None
-    grad_value = torch.zeros_like(value) if needs[2] else None
+    grad_key = fresh(key) if needs[1] else None
+    grad_value = fresh(value) if needs[2] else None
     totals: list[Tensor | None] = [
         torch.zeros_like(tensor, dtype=torch.promote_types(tensor.dtype, torch.float32)) if need else None
         for tensor, need in zip(tensors, needs[3:], strict=True)
     ]
-    careful = is_careful(problem, query, key, value, grad_out, grad_lse)
+    # two memories rather than two views of one: autograd of score steps watches for writes to what it saved
+    memories = tuple(Scratch(problem.score_dtype, query.device) for _ in range(3))
     for segment in segments(problem):
         inputs = (segment.of_rows(query), segment.of_columns(key), segment.of_columns(value))
         rowwise = (segment.of_rows(grad_out), segment.of_rows(out), segment.of_lse(lse))
@@ -71,8 +93,9 @@ def backward(
             None if grad_key is None else segment.of_columns(grad_key),
             None if grad_value is None else segment.of_columns(grad_value),
         )
-        walk = _Backward(problem, Pieces(problem, segment, careful), careful, dtype, tensors, totals)
-        for group in groups_of(problem, inputs[0].shape[0], inputs[0].shape[2], inputs[1].shape[2]):
+        pieces = Pieces(problem, segment, careful)
+        walk = _Backward(problem, pieces, careful, memories, tensors, totals)
+        for group in pieces.groups(inputs[0].shape[0], backward=True):
             walk.group(group, *inputs, *rowwise, of_lse, *grads)
     return [
         grad_query,
@@ -90,20 +113,31 @@ class _Backward:
         problem: Problem,
         pieces: Pieces,
         careful: bool,
-        dtype: torch.dtype,
+        memories: Sequence[Scratch],
         tensors: Sequence[Tensor],
         totals: Sequence[Tensor | None],
     ) -> None:
-        self._problem, self._pieces, self._careful, self._dtype = problem, pieces, careful, dtype
+        self._problem, self._pieces, self._careful, self._memories = problem, pieces, careful, memories
+        self._dtype = problem.score_dtype
         self._changes = steps(problem.scores)
+        # column by column in memory, three of the four products that read scores take them as they lie, which is faster
+        # than reading them transposed; steps and grouped heads need tiles of rows
+        self._across = problem.device.type == "cpu" and problem.group == 1 and not self._changes
         by_identity = {id(tensor): total for tensor, total in zip(tensors, totals, strict=True)}
         self._total = by_identity.get
         self._select = must_select(problem, careful)
-        # an additive step that wants no gradient leaves the gradient of the score as it is
+        # an additive step leaves the gradient of the score as it is, and what adds a tensor itself gives it to that
         self._differentiates = any(
-            not step.additive or any(self._total(id(tensor)) is not None for tensor, _ in step.parameters)
+            not step.additive
+            or (not step.adds and any(self._total(id(tensor)) is not None for tensor, _ in step.parameters))
             for step in self._changes
         )
+        self._added = [
+            (total, per)
+            for step in self._changes
+            for tensor, per in step.parameters
+            if not self._differentiates and (total := self._total(id(tensor))) is not None
+        ]
         self._sink = sink_of(problem.scores)
 
     def group(
@@ -124,74 +158,84 @@ class _Backward:
         k, v = group.of_keys(key, dtype), group.of_keys(value, dtype)  # (P, C, D), (P, C, DV)
         q_all, do_all, out_all = (group.of_queries(tensor) for tensor in (query, grad_out, out))
         lse_all = group.of_queries(lse)
-        dk = None if grad_key is None else _accumulator(grad_key[group.batch, group.key_heads], k)
-        dv = None if grad_value is None else _accumulator(grad_value[group.batch, group.key_heads], v)
-        wants_scores = grad_query is not None or dk is not None or self._differentiates
-        size = q_all.shape[0] * q_all.shape[1] * group.rows * group.columns
-        # two tensors rather than two views of one: autograd of score steps watches for writes to what it saved
-        scratch_s, scratch_dp = (torch.empty(size, dtype=dtype, device=query.device) for _ in range(2))
+        width, length_k = group.columns, k.shape[1]
+        size = q_all.shape[0] * q_all.shape[1] * group.rows * width
+        widest = k.shape[0] * width * max(problem.dim_qk, problem.dim_v)
+        memory_s, memory_dp, memory_sum = (
+            memory.of(need) for memory, need in zip(self._memories, (size, size, widest), strict=True)
+        )
+        dk = None if grad_key is None else _Sums(length_k, width, memory_sum)
+        dv = None if grad_value is None else _Sums(length_k, width, memory_sum)
+        wants_scores = grad_query is not None or dk is not None or self._differentiates or self._added
+        across, pairs = self._across, k.shape[0]
 
         for start in range(0, q_all.shape[2], group.rows):
             rows = slice(start, min(start + group.rows, q_all.shape[2]))
-            q = scaled(q_all[:, :, rows], problem.scale, dtype, k.shape[0])  # (P, G * R, D)
-            do = scaled(do_all[:, :, rows], 1.0, dtype, k.shape[0])  # (P, G * R, DV)
+            q = scaled(q_all[:, :, rows], problem.scale, dtype, pairs)  # (P, G * R, D)
+            do = scaled(do_all[:, :, rows], 1.0, dtype, pairs)  # (P, G * R, DV)
             row_lse = lse_all[:, :, rows]
             delta = self._delta(do_all[:, :, rows], out_all[:, :, rows])
             if grad_lse is not None:
                 delta = delta - group.of_queries(grad_lse)[:, :, rows].to(dtype)
             if self._sink is not None:
                 self._add_sink(group, rows, row_lse, delta)
-            delta = delta.reshape(k.shape[0], -1, 1)
+            delta = delta.reshape(pairs, -1, 1)
             # a row that sees nothing weighs nothing: exp(s - inf) is 0
-            shift = row_lse.masked_fill(row_lse == -math.inf, math.inf).reshape(k.shape[0], -1, 1)
-            dq = torch.zeros_like(q) if grad_query is not None else None
+            shift = row_lse.masked_fill(row_lse == -math.inf, math.inf).reshape(pairs, -1, 1)
+            dq = None
             visits = self._pieces.visits(group, rows)
             for visit in visits:
-                columns = slice(visit.start, visit.stop)
+                k_part = k[:, visit.start : visit.stop]
                 tile = self._pieces.tile(group, rows, visit)
-                keep = self._pieces.keep(group, rows, visit, tile)
-                s = product(q, k[:, columns].mT, scratch_s)  # (P, G * R, C)
+                hidden = self._pieces.hidden(group, rows, visit, tile)
+                s = product(q, k_part, memory_s, across)  # (P, G * R, C)
                 shape = (*row_lse.shape, visit.stop - visit.start)
-                changed, leaves = self._change(s.view(shape), tile)
-                # a step may have saved its own result for its gradient
-                score = changed.contiguous() if leaves is None else changed.detach().clone().contiguous()
-                hide(score, keep, self._select)
-                seen = (score != -math.inf).view(s.shape) if self._careful else None
+                leaves = None
+                if hidden is not None or self._changes:
+                    score = s.view(shape)
+                    if self._changes:
+                        changed, leaves = self._change(score, tile)
+                        # a step may have saved its own result for its gradient, and strides of a bias must not decide
+                        # in which order sums run
+                        score = (changed if leaves is None else changed.detach().clone()).contiguous()
+                    s = hide(score, hidden, self._select, across).view(s.shape)
+                seen = s != -math.inf if self._careful else None
                 if len(visits) == 1:
                     # a row that is whole in one piece need not take its LSE, which is rounded, for its sum
-                    p = softmax.weights_(score, self._sink_logits(tile)).reshape(s.shape)
+                    p = softmax.weights_(s.view(shape), self._sink_logits(tile)).view(s.shape)
                 else:
-                    p = softmax.exp_(score.reshape(s.shape).sub_(shift))
+                    p = softmax.exp_(s.sub_(shift))
                 if seen is not None:
                     p.masked_fill_(~seen, 0.0)
                 dropout = problem.dropout_keep(tile)
                 alive = None if dropout is None else dropout.view(s.shape).to(dtype) * problem.kept_scale
                 if dv is not None:
-                    _add_product(dv[:, columns], p if alive is None else p * alive, do, seen)
+                    dv.add(visit, p if alive is None else p * alive, do, seen)
                 if not wants_scores:
                     continue
-                ds = product(do, v[:, columns].mT, scratch_dp)  # (P, G * R, C), dp until delta is taken off
+                ds = product(do, v[:, visit.start : visit.stop], memory_dp, across)  # dp until delta is taken off
                 if alive is not None:
                     ds.mul_(alive)
                 ds.sub_(delta).mul_(p)
                 if seen is not None:
                     ds.masked_fill_(~seen, 0.0)
+                for total, per in self._added:
+                    tile.add(total, ds.view(shape), per)
                 if leaves is not None:
                     ds = self._differentiate(changed, leaves, ds.view(shape), tile).reshape(s.shape)
-                    if keep is not None:
+                    if hidden is not None:
                         # a step's derivative may be anything where a pair is hidden
-                        ds = ds.view(shape).masked_fill(~keep, 0.0).view(s.shape)
+                        ds = ds.view(shape).masked_fill(~hidden.keep, 0.0).view(s.shape)
                 if dk is not None:
-                    _add_product(dk[:, columns], ds, q, seen)
-                if dq is not None:
-                    _add_sum(dq, ds, k[:, columns], seen)
-            if grad_query is not None and dq is not None:
-                grad_query[group.batch, group.query_heads, rows] = (dq * problem.scale).view(q_all[:, :, rows].shape)
-        for grad, total in ((grad_key, dk), (grad_value, dv)):
-            if grad is not None and total is not None:
-                part = grad[group.batch, group.key_heads]
-                if part.data_ptr() != total.data_ptr():
-                    part.copy_(total.view(part.shape))
+                    dk.add(visit, ds, q, seen)
+                if grad_query is not None:
+                    dq = _sum(dq, ds, k_part, seen)
+            if grad_query is not None:
+                part = grad_query[group.batch, group.query_heads, rows]
+                part.copy_(dq.mul_(problem.scale).view(part.shape)) if dq is not None else part.zero_()
+        for grad, sums in ((grad_key, dk), (grad_value, dv)):
+            if grad is not None and sums is not None:
+                sums.write(grad[group.batch, group.key_heads])
 
     def _delta(self, grad_out: Tensor, out: Tensor) -> Tensor:
         product = grad_out.to(self._dtype) * out.to(self._dtype)
@@ -259,30 +303,52 @@ class _Backward:
         return grads[0] if grads[0] is not None else torch.zeros_like(gradient)
 
 
-def _accumulator(grad: Tensor, like: Tensor) -> Tensor:
-    """(P, C, D) sums: the gradient's own memory where dtype and strides allow, else new memory."""
-    if grad.dtype == like.dtype:
-        if grad.shape[0] == 1:
-            return grad[0]
-        if grad.is_contiguous():
-            return grad.view(like.shape)
-    return torch.zeros_like(like)
+class _Sums:
+    """Sums over rows for each column, (P, C, D) in blocks of `width` columns.
+
+    A batched product into a slice of a larger tensor falls apart into single ones, so each block is a tensor.
+    """
+
+    def __init__(self, length: int, width: int, memory: Tensor) -> None:
+        self._length, self._width, self._memory = length, width, memory
+        self._blocks: dict[int, Tensor] = {}
+
+    def add(self, visit: Visit, weights: Tensor, rows: Tensor, seen: Tensor | None) -> None:
+        """Add weights (P, R, C)^T @ rows (P, R, D) to the columns of a visit."""
+        weights = weights.mT
+        if seen is not None:
+            self._spread(visit, weighted_sum(weights, rows, seen.mT))
+        elif visit.start % self._width or visit.stop != min(visit.start + self._width, self._length):
+            shape = (weights.shape[0], weights.shape[1], rows.shape[2])
+            self._spread(visit, torch.bmm(weights, rows, out=self._memory[: math.prod(shape)].view(shape)))
+        elif visit.start in self._blocks:
+            self._blocks[visit.start].baddbmm_(weights, rows)
+        else:
+            self._blocks[visit.start] = torch.bmm(weights, rows)
+
+    def _spread(self, visit: Visit, product: Tensor) -> None:
+        first = visit.start - visit.start % self._width
+        for start in range(first, visit.stop, self._width):
+            stop = min(start + self._width, self._length)
+            low, high = max(start, visit.start), min(stop, visit.stop)
+            if start not in self._blocks:
+                self._blocks[start] = product.new_zeros(product.shape[0], stop - start, product.shape[2])
+            self._blocks[start][:, low - start : high - start] += product[:, low - visit.start : high - visit.start]
+
+    def write(self, gradient: Tensor) -> None:
+        """Write the sums to a gradient (sequences, heads, C, D), 0 where nothing was added."""
+        for start in range(0, self._length, self._width):
+            part = gradient[:, :, start : min(start + self._width, self._length)]
+            block = self._blocks.get(start)
+            part.zero_() if block is None else part.copy_(block.view(part.shape))
 
 
-def _add_product(total: Tensor, weights: Tensor, rows: Tensor, seen: Tensor | None) -> None:
-    """total (P, C, D) += weights (P, R, C)^T @ rows (P, R, D)."""
-    if seen is None:
-        total.baddbmm_(weights.mT, rows)
-    else:
-        total.add_(weighted_sum(weights.mT, rows, seen.mT))
-
-
-def _add_sum(total: Tensor, weights: Tensor, columns: Tensor, seen: Tensor | None) -> None:
-    """total (P, R, D) += weights (P, R, C) @ columns (P, C, D)."""
-    if seen is None:
-        total.baddbmm_(weights, columns)
-    else:
-        total.add_(weighted_sum(weights, columns, seen))
+def _sum(total: Tensor | None, weights: Tensor, columns: Tensor, seen: Tensor | None) -> Tensor:
+    """total (P, R, D) + weights (P, R, C) @ columns (P, C, D), in place if there is a total."""
+    if seen is not None:
+        product = weighted_sum(weights, columns, seen)
+        return product if total is None else total.add_(product)
+    return torch.bmm(weights, columns) if total is None else total.baddbmm_(weights, columns)
 
 
 @contextmanager

@@ -13,20 +13,30 @@ from onchip.problem import Problem
 from onchip.schedules.tiled.tiles import (
     Group,
     Pieces,
-    groups_of,
+    Scratch,
+    carefulness,
     hide,
-    is_careful,
     must_select,
     product,
     scaled,
-    segments,
+    sound,
 )
 from onchip.scores import sink_of, steps, taken
+from onchip.segments import segments
 from onchip.strides import empty_ordered
 
 
 def forward(problem: Problem, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
     """Output in the query's stride order and dtype, LSE in float32 (float64 for float64)."""
+    *plain, last = carefulness(problem)
+    for careful in plain:
+        out, lse = _forward(problem, query, key, value, careful)
+        if sound(out):
+            return out, lse
+    return _forward(problem, query, key, value, last)
+
+
+def _forward(problem: Problem, query: Tensor, key: Tensor, value: Tensor, careful: bool) -> tuple[Tensor, Tensor]:
     dtype = problem.score_dtype
     out = empty_ordered((*query.shape[:-1], problem.dim_v), query, query.dtype)
     lse_shape = query.shape[:2][::-1] if problem.layout == "packed" else query.shape[:-1]
@@ -34,13 +44,13 @@ def forward(problem: Problem, query: Tensor, key: Tensor, value: Tensor) -> tupl
     if problem.layout != "dense":
         out.zero_()
         lse.fill_(-math.inf)
-    careful = is_careful(problem, query, key, value)
+    scratch = Scratch(dtype, query.device)
     for segment in segments(problem):
         q, k, v = segment.of_rows(query), segment.of_columns(key), segment.of_columns(value)
         pieces = Pieces(problem, segment, careful)
-        for group in groups_of(problem, q.shape[0], q.shape[2], k.shape[2]):
+        for group in pieces.groups(q.shape[0], backward=False):
             _forward_group(
-                problem, pieces, group, careful, q, k, v, group.of_queries(segment.of_rows(out)),
+                problem, pieces, group, scratch, careful, q, k, v, group.of_queries(segment.of_rows(out)),
                 group.of_queries(segment.of_lse(lse)),
             )  # fmt: skip
     return out, lse
@@ -50,6 +60,7 @@ def _forward_group(
     problem: Problem,
     pieces: Pieces,
     group: Group,
+    scratch: Scratch,
     careful: bool,
     query: Tensor,
     key: Tensor,
@@ -58,38 +69,29 @@ def _forward_group(
     lse: Tensor,
 ) -> None:
     dtype = problem.score_dtype
-    k = group.of_keys(key, dtype).mT  # (P, D, C)
-    v = group.of_keys(value, dtype)  # (P, C, DV)
+    k, v = group.of_keys(key, dtype), group.of_keys(value, dtype)  # (P, C, D), (P, C, DV)
     q_all = group.of_queries(query)
     changes = steps(problem.scores)
     select = must_select(problem, careful)
-    scratch = torch.empty(
-        q_all.shape[0] * q_all.shape[1] * group.rows * group.columns, dtype=dtype, device=query.device
-    )
+    memory = scratch.of(q_all.shape[0] * q_all.shape[1] * group.rows * group.columns)
     sink = sink_of(problem.scores)
     for start in range(0, q_all.shape[2], group.rows):
         rows = slice(start, min(start + group.rows, q_all.shape[2]))
         q = scaled(q_all[:, :, rows], problem.scale, dtype, k.shape[0])
         running = softmax.Running()
-        tile = None
         for visit in pieces.visits(group, rows):
             tile = pieces.tile(group, rows, visit)
-            keep = pieces.keep(group, rows, visit, tile)
-            s = product(q, k[:, :, visit.start : visit.stop], scratch)  # (P, G * R, C)
-            shape = (q_all.shape[0], q_all.shape[1], rows.stop - rows.start, visit.stop - visit.start)
-            score = s.view(shape)
-            for step in changes:
-                score = step.apply(score, tile, taken(step, tile))
-            # strides of a bias must not decide in which order sums run
-            score = hide(score.contiguous(), keep, select)
-            seen = (score != -math.inf).view(s.shape) if careful and (keep is not None or changes) else None
+            hidden = pieces.hidden(group, rows, visit, tile)
+            s = product(q, k[:, visit.start : visit.stop], memory)  # (P, G * R, C)
+            if hidden is not None or changes:
+                score = s.view(q_all.shape[0], q_all.shape[1], rows.stop - rows.start, visit.stop - visit.start)
+                for step in changes:
+                    score = step.apply(score, tile, taken(step, tile))
+                # strides of a bias must not decide in which order sums run
+                s = hide(score.contiguous(), hidden, select).view(s.shape)
+            seen = s != -math.inf if careful and (hidden is not None or changes) else None
             dropout = problem.dropout_keep(tile)
-            running.update_(
-                score.reshape(s.shape),
-                v[:, visit.start : visit.stop],
-                None if dropout is None else dropout.view(s.shape),
-                seen,
-            )
+            running.update_(s, v[:, visit.start : visit.stop], None if dropout is None else dropout.view(s.shape), seen)
         _write(problem, pieces, group, rows, running.state, sink, out, lse)
 
 

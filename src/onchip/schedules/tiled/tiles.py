@@ -16,9 +16,9 @@ from torch import Tensor
 
 from onchip.normal_form import NormalForm, Visit, only_bands
 from onchip.problem import Problem
-from onchip.products import tame
 from onchip.scores import hidden
-from onchip.tile import PackedGeometry, RectGeometry, Tile
+from onchip.segments import Hidden, Segment, form_of, segments
+from onchip.tile import RectGeometry, Tile
 
 
 @dataclass(frozen=True)
@@ -30,68 +30,26 @@ class TileSize:
     elements: int
 
 
-CPU = TileSize(256, 512, 8 * 256 * 512)
-"""4 MiB of float32 scores, which with their operands stay in a core's share of the cache."""
+FORWARD = TileSize(512, 512, 4 * 512 * 512)
+"""4 MiB of float32 scores: products at full speed, and few enough small operations beside them."""
+BACKWARD = TileSize(256, 512, 4 * 256 * 512)
+"""Two tensors of 2 MiB, which stay in the caches of two cores."""
+SLANTED = {False: TileSize(256, 256, 8 * 256 * 256), True: TileSize(256, 256, 8 * 256 * 256)}
+"""Under a band, by direction (True is backward): smaller tiles stick out over its edges less."""
+NARROW = {False: TileSize(128, 512, 8 * 128 * 512), True: TileSize(128, 512, 8 * 128 * 512)}
+"""Under a band of fewer columns than `NARROW_REACH`."""
+NARROW_REACH = 1024
 OTHER = TileSize(1024, 4096, 16 * 1024 * 4096)
 """256 MiB of float32 scores: enough work for a GPU to hide its launches."""
 
 
-@dataclass(frozen=True)
-class Segment:
-    """Sequences that are walked together: a rectangle of the batch, or one packed sequence."""
-
-    geometry: RectGeometry | PackedGeometry
-    batch: slice
-    rows: slice
-    columns: slice
-    packed: bool
-
-    def of_rows(self, tensor: Tensor) -> Tensor:
-        """The segment's part of a tensor like query, (sequences, heads, R, D)."""
-        return tensor[self.rows].transpose(0, 1)[None] if self.packed else tensor[self.batch, :, self.rows]
-
-    def of_columns(self, tensor: Tensor) -> Tensor:
-        """The segment's part of a tensor like key, (sequences, heads, C, D)."""
-        return tensor[self.columns].transpose(0, 1)[None] if self.packed else tensor[self.batch, :, self.columns]
-
-    def of_lse(self, tensor: Tensor) -> Tensor:
-        """The segment's part of a tensor like LSE, (sequences, heads, R)."""
-        return tensor[:, self.rows][None] if self.packed else tensor[self.batch, :, self.rows]
-
-
-def segments(problem: Problem) -> Iterator[Segment]:
-    """The problem as segments. On a GPU lengths are not read: one segment, with masks for what exists."""
-    packed, everything = problem.layout == "packed", slice(0, problem.batch)
+def size_of(problem: Problem, form: NormalForm | None, backward: bool) -> TileSize:
+    """The tile for a problem whose mask has this normal form (see `benchmarks/cpu.py`)."""
     if problem.device.type != "cpu":
-        yield Segment(problem.geometry(), everything, slice(0, problem.length_q), slice(0, problem.length_k), packed)
-        return
-    if problem.layout == "dense" and not any(isinstance(diagonal, Tensor) for diagonal in problem.diagonals()):
-        geometry = problem.geometry()
-        yield Segment(geometry, everything, slice(0, problem.length_q), slice(0, problem.length_k), False)
-        return
-    starts_q, counts_q = _extents(problem.cu_seqlens_query, problem.query_lengths, problem.batch, problem.length_q)
-    starts_k, counts_k = _extents(problem.cu_seqlens_key, problem.key_lengths, problem.batch, problem.length_k)
-    for number in range(problem.batch):
-        start_q, count_q, start_k, count_k = starts_q[number], counts_q[number], starts_k[number], counts_k[number]
-        geometry = RectGeometry(
-            problem.device, 1, problem.heads_q, count_q, count_k, count_q, count_k, number, start_q, start_k
-        )
-        yield Segment(
-            geometry,
-            slice(number, number + 1),
-            slice(start_q, start_q + count_q),
-            slice(start_k, start_k + count_k),
-            packed,
-        )
-
-
-def _extents(cu: Tensor | None, lengths: Tensor | None, batch: int, full: int) -> tuple[list[int], list[int]]:
-    """Where each sequence starts and how many of its rows exist."""
-    starts, counts = [0] * batch, [full] * batch
-    if cu is not None:
-        offsets = cu.tolist()
-        starts, counts = offsets[:-1], [stop - start for start, stop in zip(offsets, offsets[1:], strict=False)]
-    return starts, counts if lengths is None else lengths.tolist()
+        return OTHER
+    if form is None or not form.slants:
+        return BACKWARD if backward else FORWARD
+    return (NARROW if form.reach is not None and form.reach < NARROW_REACH else SLANTED)[backward]
 
 
 @dataclass(frozen=True)
@@ -116,8 +74,7 @@ class Group:
         return part.to(dtype).reshape(part.shape[0] * part.shape[1], *part.shape[2:])
 
 
-def groups_of(problem: Problem, sequences: int, length_q: int, length_k: int) -> Iterator[Group]:
-    size = CPU if problem.device.type == "cpu" else OTHER
+def groups_of(problem: Problem, size: TileSize, sequences: int, length_q: int, length_k: int) -> Iterator[Group]:
     columns = max(1, min(size.columns, length_k))
     rows = max(1, min(size.rows, length_q))
     # a pair brings all its query heads: with many of them, tiles are lower instead
@@ -145,9 +102,10 @@ class Pieces:
 
     def __init__(self, problem: Problem, segment: Segment, careful: bool) -> None:
         self._problem, self._geometry, self._careful = problem, segment.geometry, careful
-        self._form = _form(problem, segment.geometry)
+        self._form = form_of(problem, segment.geometry)
         # without a form every piece may hide something
         self._may_hide = problem.layout != "dense" or problem.mask is not None
+        self._bands: dict[tuple[int, int, int], Hidden] = {}
 
     @property
     def uniform(self) -> bool:
@@ -165,8 +123,18 @@ class Pieces:
     def tile(self, group: Group, rows: slice, visit: Visit) -> Tile:
         return self._geometry.tile(group.batch, group.query_heads, rows, slice(visit.start, visit.stop))
 
-    def keep(self, group: Group, rows: slice, visit: Visit, tile: Tile) -> Tensor | None:
-        """Visible pairs, bool, broadcastable to the tile, or None if all are."""
+    def groups(self, sequences: int, backward: bool) -> Iterator[Group]:
+        """The groups of the segment's heads for one direction."""
+        size = size_of(self._problem, self._form, backward)
+        return groups_of(self._problem, size, sequences, self._geometry.rows, self._geometry.columns)
+
+    def hidden(self, group: Group, rows: slice, visit: Visit, tile: Tile) -> Hidden | None:
+        """What is hidden in a piece, or None if nothing is."""
+        if not self._careful and visit.partial and self._form is not None and self._form.is_band:
+            place = (visit.start - rows.start, rows.stop - rows.start, visit.stop - visit.start)
+            if place not in self._bands:
+                self._bands[place] = Hidden(self._form.keep(tile, group.batch, rows))
+            return self._bands[place]
         keep = None
         if visit.partial:
             keep = self._form.keep(tile, group.batch, rows) if self._form else self._problem.keep(tile)
@@ -174,44 +142,38 @@ class Pieces:
             masks = hidden(self._problem.scores, tile)
             if masks is not None:
                 keep = ~masks if keep is None else keep & ~masks
-        return keep
+        return None if keep is None else Hidden(keep)
 
 
-def _form(problem: Problem, geometry: RectGeometry | PackedGeometry) -> NormalForm | None:
-    """The mask's normal form, if it can be had: one that must read values is built on the CPU only."""
-    if not isinstance(geometry, RectGeometry) or isinstance(geometry.length_q, Tensor):
-        return None
-    if isinstance(geometry.length_k, Tensor):
-        return None
-    if geometry.device.type != "cpu" and not only_bands(problem.mask, geometry):
-        return None
-    return NormalForm(problem.mask, geometry)
-
-
-def hide(score: Tensor, keep: Tensor | None, select: bool) -> Tensor:
+def hide(score: Tensor, hidden: Hidden | None, select: bool, across: bool = False) -> Tensor:
     """Minus infinity where hidden, in place; `select` if a hidden score may be anything."""
-    if keep is None:
+    if hidden is None:
         return score
+    keep = hidden.keep
     if not select and keep.shape[0] == 1 and keep.shape[1] == 1:
         # scores are known to be finite, and adding one small tile to all heads is far cheaper than a select
-        hiding = torch.zeros(keep.shape, dtype=score.dtype, device=score.device).masked_fill_(~keep, -math.inf)
-        return score.add_(hiding)
+        return score.add_(hidden.added(score.dtype, across))
     return score.masked_fill_(~keep, -math.inf)
 
 
-def is_careful(problem: Problem, *tensors: Tensor | None) -> bool:
-    """Whether values may be non-finite that are hidden by more than causality or a window. A GPU is not asked."""
+def carefulness(problem: Problem) -> tuple[bool, ...]:
+    """The ways to run, one after the other until a result is `sound`: plainly, and with selects and guarded products.
+
+    Only a problem that hides pairs needs the second, where something hidden is not finite. A CPU looks at the result; a
+    GPU is not asked, so it takes the second at once unless nothing but causality or a window hides.
+    """
     may_hide = any(step.may_hide for step in problem.scores)
-    if problem.device.type != "cpu":
-        if may_hide or problem.layout != "dense":
-            return True
-        geometry = problem.geometry()
-        return not (isinstance(geometry, RectGeometry) and only_bands(problem.mask, geometry))
-    if problem.mask is None and not may_hide:
-        return False
-    query, key, *others = tensors
-    assert query is not None and key is not None
-    return not tame(query, key, problem.scale, *others)
+    if problem.device.type == "cpu":
+        return (False, True) if problem.mask is not None or may_hide else (False,)
+    if may_hide or problem.layout != "dense":
+        return (True,)
+    geometry = problem.geometry()
+    return (not (isinstance(geometry, RectGeometry) and only_bands(problem.mask, geometry)),)
+
+
+def sound(*results: Tensor | None) -> bool:
+    """Whether everything is finite, so that nothing hidden can have got in. Reads values."""
+    return all(math.isfinite(result.sum()) for result in results if result is not None)
 
 
 def must_select(problem: Problem, careful: bool) -> bool:
@@ -219,32 +181,60 @@ def must_select(problem: Problem, careful: bool) -> bool:
     return careful or problem.device.type != "cpu" or any(step.may_hide for step in problem.scores)
 
 
+class Scratch:
+    """Memory that groups use one after the other."""
+
+    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
+        self._memory = torch.empty(0, dtype=dtype, device=device)
+
+    def of(self, size: int) -> Tensor:
+        """At least `size` elements, of any value."""
+        if self._memory.numel() < size:
+            self._memory = self._memory.new_empty(size)
+        return self._memory
+
+
 def scaled(part: Tensor, factor: float, dtype: torch.dtype, pairs: int) -> Tensor:
     """(sequences, heads, R, D) times a factor as (P, G * R, D)."""
-    return (part.to(dtype) * factor).contiguous().view(pairs, -1, part.shape[-1])
+    part = part.to(dtype)
+    return (part if factor == 1.0 else part * factor).contiguous().view(pairs, -1, part.shape[-1])
 
 
-def product(left: Tensor, right: Tensor, scratch: Tensor) -> Tensor:
-    """left @ right in scratch memory."""
-    shape = (left.shape[0], left.shape[1], right.shape[2])
-    return torch.bmm(left, right, out=scratch[: math.prod(shape)].view(shape))
+def product(left: Tensor, right: Tensor, scratch: Tensor, across: bool = False) -> Tensor:
+    """left @ right^T in scratch memory: (P, R, D) and (P, C, D) give (P, R, C), column by column if `across`."""
+    rows, columns = left.shape[1], right.shape[1]
+    memory = scratch[: left.shape[0] * rows * columns]
+    if across:
+        return torch.bmm(right, left.mT, out=memory.view(left.shape[0], columns, rows)).mT
+    return torch.bmm(left, right.mT, out=memory.view(left.shape[0], rows, columns))
+
+
+def _first_group(problem: Problem, backward: bool) -> Group | None:
+    segment = next(segments(problem), None)
+    if segment is None:
+        return None
+    sequences = 1 if segment.packed else segment.batch.stop - segment.batch.start
+    return next(Pieces(problem, segment, False).groups(sequences, backward), None)
 
 
 def workspace_bytes(problem: Problem) -> int:
-    """Tiles of scores, and in low precision K, V and their gradients of one group of heads in float32."""
-    group = next(groups_of(problem, problem.batch, problem.length_q, problem.length_k), None)
-    if group is None:
-        return 0
-    sequences = group.batch.stop - group.batch.start
-    tile = sequences * (group.query_heads.stop - group.query_heads.start) * group.rows * group.columns
-    pairs = sequences * (group.key_heads.stop - group.key_heads.start)
-    widened = 2 * pairs * problem.length_k * (problem.dim_qk + problem.dim_v)
-    return (3 * tile + (widened if problem.dtype != problem.score_dtype else 0)) * problem.score_dtype.itemsize
+    """Tiles of scores, and in low precision K, V and their gradients of a group of heads in float32. Reads lengths."""
+    largest = 0
+    for backward in (False, True):
+        group = _first_group(problem, backward)
+        if group is not None:
+            sequences = group.batch.stop - group.batch.start
+            tile = sequences * (group.query_heads.stop - group.query_heads.start) * group.rows * group.columns
+            pairs = sequences * (group.key_heads.stop - group.key_heads.start)
+            widened = 2 * pairs * problem.length_k * (problem.dim_qk + problem.dim_v)
+            extra = widened if problem.dtype != problem.score_dtype else 0
+            largest = max(largest, ((3 if backward else 1) * tile + extra) * problem.score_dtype.itemsize)
+    return largest
 
 
 def tiles(problem: Problem) -> tuple[int, int]:
-    """Rows and columns of a tile of scores."""
-    group = next(groups_of(problem, 1, problem.length_q, problem.length_k), None)
+    """Rows and columns of a tile of scores in the forward. Reads lengths."""
+    group = _first_group(problem, False)
     return (group.rows, group.columns) if group is not None else (0, 0)
 
 
@@ -254,8 +244,8 @@ def pairs(problem: Problem) -> int:
     for segment in segments(problem):
         pieces = Pieces(problem, segment, False)
         sequences = 1 if segment.packed else segment.batch.stop - segment.batch.start
-        length_q, length_k = segment.rows.stop - segment.rows.start, segment.columns.stop - segment.columns.start
-        groups = list(groups_of(problem, sequences, length_q, length_k))
+        length_q = segment.rows.stop - segment.rows.start
+        groups = list(pieces.groups(sequences, False))
         heights = [
             (group.batch.stop - group.batch.start) * (group.query_heads.stop - group.query_heads.start)
             for group in groups
