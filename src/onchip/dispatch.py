@@ -7,7 +7,7 @@ between them (inputs, out, lse, seed) is the same for all.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
@@ -83,6 +83,8 @@ _SCHEDULES = (
     ),
 )
 _BY_NAME = {schedule.name: schedule for schedule in _SCHEDULES}
+COMPOSITE = frozenset(schedule.name for schedule in _SCHEDULES if schedule.composite)
+"""Names of schedules that never run inside an operator."""
 
 TRANSFORMED = (
     "inside torch.func.grad, jvp and forward-mode AD only a composite schedule runs; schedule=None takes dense there"
@@ -146,22 +148,43 @@ def _nearest(works: list[str]) -> str:
     return f"schedule={works[0]!r} or schedule=None" if works else "a smaller set of features"
 
 
-def candidates(problem: Problem, backward: bool) -> Iterator[Schedule]:
+def candidates(problem: Problem, backward: bool) -> tuple[Schedule, ...]:
     """Schedules to run inside an operator, one after the other until one gives a result.
 
     Raises:
-        Unsupported: when there is none, or no other one.
+        Unsupported: there is none.
     """
-    found = False
-    for schedule in _order(problem, backward):
-        if schedule.composite or problem.schedule not in (None, schedule.name):
-            continue
-        if not _reasons(schedule, problem, backward):
-            found = True
-            yield schedule
+    found = tuple(
+        schedule
+        for schedule in _order(problem, backward)
+        if not schedule.composite
+        and problem.schedule in (None, schedule.name)
+        and not _reasons(schedule, problem, backward)
+    )
     if not found:
         choose(problem, backward=backward)
-    raise Unsupported(problem.describe(), {str(problem.schedule): [HIDDEN]}, _nearest([tiled.NAME]))
+    return found
+
+
+def exhausted(problem: Problem) -> Unsupported:
+    """What to raise when every candidate has seen values that it cannot treat."""
+    return Unsupported(problem.describe(), {str(problem.schedule): [HIDDEN]}, _nearest([tiled.NAME]))
+
+
+class Ready:
+    """A problem with its schedules, found once and kept by who calls again with the same facts."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        self.forward = candidates(problem, backward=False)
+        self._backward: tuple[Schedule, ...] | None = None
+
+    @property
+    def backward(self) -> tuple[Schedule, ...]:
+        """Raises Unsupported if there is none."""
+        if self._backward is None:
+            self._backward = candidates(self.problem, backward=True)
+        return self._backward
 
 
 @dataclass(frozen=True)

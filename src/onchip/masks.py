@@ -29,7 +29,7 @@ from onchip.checks import (
 from onchip.functions import Traced, Untraced, by_name, trace
 from onchip.lowering import Node, Reader, Writer, kind
 from onchip.states import FULL, Grid, extremes, pool, pooled_states, state_of
-from onchip.tile import Diagonal, Tile, rank4
+from onchip.tile import Diagonal, RectGeometry, Tile, rank4
 
 if TYPE_CHECKING:
     from onchip.problem import Problem
@@ -71,10 +71,9 @@ class Mask(ABC):
     @abstractmethod
     def read(cls, reader: Reader, *node: Node) -> Mask: ...
 
-    @property
-    def is_simple(self) -> bool:
-        """Whether the mask is made of ints alone."""
-        return False
+    def band(self, geometry: RectGeometry) -> tuple[int | None, int | None] | None:
+        """The mask as low <= column - row <= high, None unbounded; None if it is more than a band of ints."""
+        return None
 
     def check(self, problem: Problem) -> None:
         """Raise if the mask's tensors do not fit the problem's shapes."""
@@ -112,10 +111,6 @@ class Combined(Mask):
 
     sign: ClassVar[str]
 
-    @property
-    def is_simple(self) -> bool:
-        return all(part.is_simple for part in self.parts)
-
     def __str__(self) -> str:
         return "(" + f" {self.sign} ".join(map(str, self.parts)) + ")"
 
@@ -143,6 +138,16 @@ class Combined(Mask):
 @dataclass(frozen=True, eq=False)
 class And(Combined):
     sign: ClassVar[str] = "&"
+
+    def band(self, geometry: RectGeometry) -> tuple[int | None, int | None] | None:
+        lows: list[int] = []
+        highs: list[int] = []
+        for part in self.parts:
+            if (band := part.band(geometry)) is None:
+                return None
+            lows += [] if band[0] is None else [band[0]]
+            highs += [] if band[1] is None else [band[1]]
+        return max(lows, default=None), min(highs, default=None)
 
     def keep(self, tile: Tile) -> Tensor:
         return reduce(operator.and_, (part.keep(tile) for part in self.parts))
@@ -203,9 +208,11 @@ class Band(Mask):
     right: int | None
     diagonal: Diagonal = "bottom-right"
 
-    @property
-    def is_simple(self) -> bool:
-        return not isinstance(self.diagonal, Tensor)
+    def band(self, geometry: RectGeometry) -> tuple[int | None, int | None] | None:
+        offset = geometry.offset(self.diagonal)
+        if isinstance(offset, Tensor):
+            return None
+        return None if self.left is None else offset - self.left, None if self.right is None else offset + self.right
 
     def __str__(self) -> str:
         if (self.left, self.right, self.diagonal) == (None, 0, "bottom-right"):

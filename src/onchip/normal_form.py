@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from onchip.masks import And, Band, Documents, Mask
+from onchip.masks import And, Documents, Mask
 from onchip.states import EMPTY, FULL, PARTIAL
 from onchip.tile import WHOLE, RectGeometry, RectTile, Tile
 
@@ -64,23 +64,7 @@ def _parts(mask: Mask | None) -> tuple[Mask, ...]:
 
 def only_bands(mask: Mask | None, geometry: RectGeometry) -> bool:
     """Whether the mask's normal form is a band of ints, known without reading a tensor."""
-    return all(
-        isinstance(part, Band) and not isinstance(geometry.offset(part.diagonal), Tensor) for part in _parts(mask)
-    )
-
-
-def band_of(mask: Mask | None, geometry: RectGeometry) -> tuple[int | None, int | None] | None:
-    """The mask as low <= column - row <= high, None unbounded; None if it is more than a band of ints."""
-    low: int | None = None
-    high: int | None = None
-    for part in _parts(mask):
-        if not isinstance(part, Band) or isinstance(offset := geometry.offset(part.diagonal), Tensor):
-            return None
-        if part.left is not None:
-            low = offset - part.left if low is None else max(low, offset - part.left)
-        if part.right is not None:
-            high = offset + part.right if high is None else min(high, offset + part.right)
-    return low, high
+    return mask is None or mask.band(geometry) is not None
 
 
 class NormalForm:
@@ -93,13 +77,13 @@ class NormalForm:
         self._residual: Mask | None = None
         bands, residual = [], []
         for part in _parts(mask):
-            if isinstance(part, Band) and not isinstance(geometry.offset(part.diagonal), Tensor):
+            if part.band(geometry) is not None:
                 bands.append(part)
             elif isinstance(part, Documents) and (ranges := _document_ranges(part, geometry)) is not None:
                 self._add_range(*ranges)
             else:
                 residual.append(part)
-        band = band_of(And(tuple(bands)), geometry)
+        band = And(tuple(bands)).band(geometry)
         assert band is not None
         self._low, self._high = band
         if residual:

@@ -89,18 +89,21 @@ def _forward(
     ints: Sequence[int],
     floats: Sequence[float],
 ) -> tuple[Tensor, Tensor]:
-    return _compute(Problem.lift(query, key, value, tensors, spec, ints, floats), query, key, value)
-
-
-def _compute(problem: Problem, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    problem = Problem.lift(query, key, value, tensors, spec, ints, floats)
     check_values(problem)
-    with _full_precision(problem.device):
-        for schedule in dispatch.candidates(problem, backward=False):
-            assert schedule.forward is not None, "a composite schedule does not run inside an operator"
-            result = schedule.forward(problem, query, key, value)
-            if result is not None:
-                return result
-    raise AssertionError("candidates ends by raising")
+    return _compute(dispatch.Ready(problem), query, key, value)
+
+
+def _compute(ready: dispatch.Ready, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    if autocasts(query.device):
+        with torch.autocast(query.device.type, enabled=False):
+            return _compute(ready, query, key, value)
+    for schedule in ready.forward:
+        assert schedule.forward is not None, "a composite schedule does not run inside an operator"
+        result = schedule.forward(ready.problem, query, key, value)
+        if result is not None:
+            return result
+    raise dispatch.exhausted(ready.problem)
 
 
 def _backward(
@@ -118,12 +121,13 @@ def _backward(
     needs: Sequence[bool],
 ) -> list[Tensor]:
     problem = Problem.lift(query, key, value, tensors, spec, ints, floats)
-    gradients = _differentiate(problem, grad_out, grad_lse, query, key, value, out, lse, tensors, needs)
+    ready = dispatch.Ready(problem)
+    gradients = _differentiate(ready, grad_out, grad_lse, query, key, value, out, lse, tensors, needs)
     return [gradient for gradient in gradients if gradient is not None]
 
 
 def _differentiate(
-    problem: Problem,
+    ready: dispatch.Ready,
     grad_out: Tensor | None,
     grad_lse: Tensor | None,
     query: Tensor,
@@ -135,13 +139,16 @@ def _differentiate(
     needs: Sequence[bool],
 ) -> list[Tensor | None]:
     """Gradients of query, key, value and of each of `tensors`, None where not needed."""
-    with _full_precision(problem.device):
-        for schedule in dispatch.candidates(problem, backward=True):
-            assert schedule.backward is not None, "a composite schedule does not run inside an operator"
-            gradients = schedule.backward(problem, grad_out, grad_lse, query, key, value, out, lse, tensors, needs)
-            if gradients is not None:
-                return [*gradients, *[None] * (3 + len(tensors) - len(gradients))]
-    raise AssertionError("candidates ends by raising")
+    arguments = (grad_out, grad_lse, query, key, value, out, lse, tensors, needs)
+    if autocasts(query.device):
+        with torch.autocast(query.device.type, enabled=False):
+            return _differentiate(ready, *arguments)
+    for schedule in ready.backward:
+        assert schedule.backward is not None, "a composite schedule does not run inside an operator"
+        gradients = schedule.backward(ready.problem, *arguments)
+        if gradients is not None:
+            return [*gradients, *[None] * (len(needs) - len(gradients))]
+    raise dispatch.exhausted(ready.problem)
 
 
 def _forward_fake(
@@ -200,12 +207,13 @@ class _Direct(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, problem: Problem, rest: Any, *tensors: Tensor
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, ready: dispatch.Ready, rest: Any, *tensors: Tensor
     ) -> Any:
-        out, lse = _compute(problem, query, key, value)
+        with torch._C._AutoDispatchBelowAutograd():
+            out, lse = _compute(ready, query, key, value)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(query, key, value, out, lse, *tensors)
-        ctx.problem, ctx.rest = problem if rest is None else None, rest
+        ctx.ready, ctx.rest = ready if rest is None else None, rest
         return out, lse
 
     @staticmethod
@@ -215,13 +223,14 @@ class _Direct(torch.autograd.Function):
         if (grad_out is None and grad_lse is None) or not any(needs):
             return (None,) * (5 + len(tensors))
         gradients: Sequence[Tensor | None]
-        if torch.is_grad_enabled() or _observed(query, key, value):
-            rest = ctx.problem.lower()[1:] if ctx.rest is None else ctx.rest
+        if torch.is_grad_enabled() or is_observed(query, key, value):
+            rest = ctx.ready.problem.lower()[1:] if ctx.rest is None else ctx.rest
             found = iter(_attention_backward(grad_out, grad_lse, query, key, value, out, lse, tensors, *rest, needs))
             gradients = [next(found) if need else None for need in needs]
         else:
-            problem = ctx.problem or Problem.lift(query, key, value, tensors, *ctx.rest)
-            gradients = _differentiate(problem, grad_out, grad_lse, query, key, value, out, lse, tensors, needs)
+            ready = ctx.ready or dispatch.Ready(Problem.lift(query, key, value, tensors, *ctx.rest))
+            with torch._C._AutoDispatchBelowAutograd():
+                gradients = _differentiate(ready, grad_out, grad_lse, query, key, value, out, lse, tensors, needs)
         return (*gradients[:3], None, None, *gradients[3:])
 
 
@@ -407,41 +416,54 @@ def run(problem: Problem, query: Tensor, key: Tensor, value: Tensor) -> tuple[Te
 
     The operator's way through the dispatcher costs more than a small problem; it is there for what looks at operators.
     """
-    rest: Any
-    tensors: list[Tensor]
-    plain = problem.schedule != dense.NAME and not _observed(query, key, value)
-    if plain and problem.is_simple:
-        tensors, rest = [], None
-    else:
-        tensors, *rest = problem.lower()
-        if not plain or UNTRACED in rest[0] or any(type(tensor) not in _PLAIN for tensor in tensors):
-            schedule, _ = dispatch.choose(problem, transformed=_transformed() or UNTRACED in rest[0])
-            if schedule.composite:
-                return composite(problem, query, key, value)
-            return _attention(query, key, value, tensors, *rest)
+    tensors, spec, ints, floats = problem.lower()
+    if (
+        not is_observed(query, key, value, *tensors)
+        and problem.schedule not in dispatch.COMPOSITE
+        and UNTRACED not in spec
+    ):
+        check_values(problem)
+        return run_directly(dispatch.Ready(problem), query, key, value, (spec, ints, floats), tensors)
+    schedule, _ = dispatch.choose(problem, transformed=_transformed() or UNTRACED in spec)
+    if schedule.composite:
+        return composite(problem, query, key, value)
+    return _attention(query, key, value, tensors, spec, ints, floats)
+
+
+def run_directly(
+    ready: dispatch.Ready,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    rest: tuple[str, Sequence[int], Sequence[float]] | None = None,
+    tensors: Sequence[Tensor] = (),
+) -> tuple[Tensor, Tensor]:
+    """`run` where nothing observes; `rest` and `tensors` may be left out for a problem that holds no tensors."""
     if torch.is_grad_enabled() and (
         query.requires_grad
         or key.requires_grad
         or value.requires_grad
         or any(tensor.requires_grad for tensor in tensors)
     ):
-        if problem.schedule is not None:
-            dispatch.choose(problem, backward=True)
-        return _Direct.apply(query, key, value, problem, rest, *tensors)
-    return _compute(problem, query, key, value)
+        # a named schedule that has no backward says so now
+        assert ready.backward
+        return _Direct.apply(query, key, value, ready, rest, *tensors)
+    with torch._C._AutoDispatchBelowAutograd():
+        return _compute(ready, query, key, value)
 
 
 _PLAIN = (Tensor, torch.nn.Parameter)
 
 
-def _observed(query: Tensor, key: Tensor, value: Tensor) -> bool:
+def is_observed(*tensors: Tensor) -> bool:
     """Whether something wants to see or replace operators: a compiler, a tracer, a transform, a mode, a subclass."""
+    if torch.compiler.is_compiling():
+        return True
+    for tensor in tensors:
+        if type(tensor) not in _PLAIN:
+            return True
     return (
-        torch.compiler.is_compiling()
-        or type(query) not in _PLAIN
-        or type(key) not in _PLAIN
-        or type(value) not in _PLAIN
-        or torch._C._len_torch_dispatch_stack() > 0
+        torch._C._len_torch_dispatch_stack() > 0
         or torch._C._functorch.peek_interpreter_stack() is not None
         or torch.autograd.forward_ad._current_level >= 0
         or torch._C._get_tracing_state() is not None

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -99,15 +100,19 @@ class Problem:
 
     # What schedules ask
 
-    @property
-    def is_simple(self) -> bool:
-        """Whether the problem holds no tensors and no user functions: a dense layout, and at most a band of ints."""
-        return (
-            self.layout == "dense"
-            and not self.scores
-            and self.seed is None
-            and (self.mask is None or self.mask.is_simple)
-        )
+    @cached_property
+    def band(self) -> tuple[int | None, int | None] | None:
+        """Of a dense problem without scores and dropout: visible is low <= column - row <= high, None unbounded.
+
+        None for any other problem. Such a problem holds no tensors and no functions.
+        """
+        if self.layout != "dense" or self.scores or self.seed is not None:
+            return None
+        if self.mask is None:
+            return None, None
+        geometry = self.geometry()
+        assert isinstance(geometry, RectGeometry)
+        return self.mask.band(geometry)
 
     @property
     def score_dtype(self) -> torch.dtype:
@@ -160,6 +165,17 @@ class Problem:
             return None
         limit = philox.threshold(self.dropout_p)
         return philox.keep(self.seed, tile.batch, tile.head, tile.row, tile.column, limit, tile.column_start)
+
+    def dropout_factor(self, tile: Tile) -> Tensor | None:
+        """`dropout_keep` as 1 and 0 in the dtype of scores."""
+        if self.seed is None:
+            return None
+        if self.device.type != "cpu" or tile.column_start is None:
+            keep = self.dropout_keep(tile)
+            return None if keep is None else keep.to(self.score_dtype)
+        limit, count = philox.threshold(self.dropout_p), tile.column.shape[-1]
+        where = (tile.batch, tile.head, tile.row, tile.column_start, count)
+        return philox.keep_as(self.score_dtype, int(self.seed), *where, limit)
 
     def diagonals(self) -> list[Any]:
         """Every diagonal that a mask or a score aligns to."""

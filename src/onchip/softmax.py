@@ -154,7 +154,7 @@ class Running:
         Args:
             scores: (pairs, rows, keys), destroyed.
             values: (pairs, keys, dim_v).
-            keep: dropout mask like scores, of dtype bool, or None.
+            keep: 1 where dropout keeps a weight and 0 elsewhere, like scores, or None.
             seen: visible pairs like scores, if values may hold something non-finite that hides, else None.
         """
         maximum = scores.amax(-1, keepdim=True)

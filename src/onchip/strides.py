@@ -46,3 +46,12 @@ def is_ordered(tensor: Tensor, like: Tensor) -> bool:
             return False
         expected *= tensor.shape[place]
     return True
+
+
+def laid_out(gradient: Tensor, like: Tensor) -> Tensor:
+    """The gradient with the dtype of a tensor and the strides that `torch.empty_like` gives it."""
+    if gradient.dtype == like.dtype and (
+        (gradient.is_contiguous() and like.is_contiguous()) or gradient.stride() == like.stride()
+    ):
+        return gradient
+    return torch.empty_like(like).copy_(gradient)

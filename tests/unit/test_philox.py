@@ -65,7 +65,12 @@ def test_one_draw_serves_eight_neighbours(start):
     """Naming the first column is only a faster way to the same bits."""
     row, column = torch.arange(20)[:, None], torch.arange(start, start + 30)
     indices = index(77), index(5)[0], torch.arange(3)[:, None, None], row, column
-    assert torch.equal(philox.keep(*indices, 20000, start=start), philox.keep(*indices, 20000))
+    expected = philox.keep(*indices, 20000)
+    assert torch.equal(philox.keep(*indices, 20000, start=start), expected)
+    seed, sequence, head, row, column = indices
+    for dtype in (torch.float32, torch.float64):
+        factor = philox.keep_as(dtype, int(seed), sequence, head, row, start, column.shape[-1], 20000)
+        assert torch.equal(factor, expected.to(dtype))
 
 
 def test_the_draws_are_uniform():

@@ -18,11 +18,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from onchip.normal_form import NormalForm, band_of
+from onchip.normal_form import NormalForm
 from onchip.problem import Problem
 from onchip.scores import Bias
 from onchip.segments import Hidden, Segment, segments
-from onchip.strides import empty_ordered, is_ordered
+from onchip.strides import empty_ordered, is_ordered, laid_out
 from onchip.tile import RectGeometry
 
 NAME = "aten"
@@ -30,8 +30,8 @@ SUMMARY = "torch's CPU flash kernel: plain attention, causality, bands, masks, b
 
 ROWS = 256
 """Rows of a block where the columns that rows can see vary."""
-SHORT = 512
-"""Keys up to which another schedule's backward has the whole row in hand and need not take its sum from the LSE."""
+FEW = 2**14
+"""Numbers up to which a copy takes less time than the views that would save it."""
 SMALL = 2**18
 """Scores up to which a segment with a mask is one block: looking for what could be left out would take longer."""
 
@@ -58,8 +58,8 @@ def unsupported_backward(problem: Problem) -> list[str]:
     reasons = unsupported(problem)
     if problem.scores:
         reasons.append("it has no gradient of a bias")
-    if problem.dtype == torch.float32 and (problem.layout != "dense" or problem.length_k <= SHORT):
-        reasons.append(f"rows of up to {SHORT} keys can have weights that are more exact than from an LSE in float32")
+    if problem.dtype == torch.float16:
+        reasons.append("in float16 its products round the scores")
     return reasons
 
 
@@ -106,13 +106,16 @@ class _Block(NamedTuple):
 
 def forward(problem: Problem, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor] | None:
     """Output in the query's stride order and dtype, LSE; None if something hidden may have got in."""
-    if problem.mask is None and not problem.scores and problem.layout == "dense" and query.numel() and key.numel():
-        out, lse = _attend(query, key, value, problem.scale, None, False)
+    causal = _causality(problem.band, problem.length_q) if problem.band is not None else None
+    if causal is not None and query.numel() and key.numel():
+        out, lse = _attend(query, key, value, problem.scale, None, causal)
         if out.dtype != query.dtype or not is_ordered(out, query):
             out = empty_ordered(tuple(out.shape), query, query.dtype).copy_(out)
         lse = lse.contiguous()
         # the kernel gives 0 for a row whose scores are all minus infinity
-        return None if torch.count_nonzero(lse) < lse.numel() else (out, lse)
+        if int(torch.count_nonzero(lse)) < lse.numel() or (causal and not math.isfinite(out.sum())):
+            return None
+        return out, lse
     out = empty_ordered((*query.shape[:-1], problem.dim_v), query, query.dtype)
     lse = torch.empty(
         query.shape[:2][::-1] if problem.layout == "packed" else query.shape[:-1], dtype=problem.score_dtype
@@ -123,12 +126,12 @@ def forward(problem: Problem, query: Tensor, key: Tensor, value: Tensor) -> tupl
     for segment in segments(problem):
         q, k, v = segment.of_rows(query), segment.of_columns(key), segment.of_columns(value)
         segment_out, segment_lse = segment.of_rows(out), segment.of_lse(lse)
-        for rows, columns, causal, added, empty in _blocks(problem, segment):
+        for rows, columns, is_causal, added, empty in _blocks(problem, segment):
             if columns.start == columns.stop:
                 segment_out[:, :, rows] = 0.0
                 segment_lse[:, :, rows] = -math.inf
                 continue
-            part, part_lse = _attend(q[:, :, rows], k[:, :, columns], v[:, :, columns], problem.scale, added, causal)
+            part, part_lse = _attend(q[:, :, rows], k[:, :, columns], v[:, :, columns], problem.scale, added, is_causal)
             segment_out[:, :, rows] = part
             segment_lse[:, :, rows] = part_lse if empty is None else part_lse.masked_fill(empty, -math.inf)
     return (out, lse) if math.isfinite(out.sum()) and torch.count_nonzero(lse) == lse.numel() else None
@@ -137,10 +140,11 @@ def forward(problem: Problem, query: Tensor, key: Tensor, value: Tensor) -> tupl
 def _attend(
     query: Tensor, key: Tensor, value: Tensor, scale: float, added: Tensor | None, causal: bool
 ) -> tuple[Tensor, Tensor]:
+    if not _scales_exactly(scale):
+        query, scale = query.to(torch.float32) * scale, 1.0
     dim_v = value.shape[-1]
     query, key, value = _widened(query.float(), key.float(), value.float())
-    if query.shape[1] == key.shape[1] and query.stride(1) > query.stride(2) and added is None:
-        # the kernel writes (batch, length, heads, dim): heads that stand for batches come out in the query's order
+    if added is None and _folds(query, key):
         batch, heads, rows, dim = query.shape
         inputs = (part.reshape(batch * heads, 1, *part.shape[2:]) for part in (query, key, value))
         out, lse = _flash(*inputs, 0.0, causal, attn_mask=None, scale=scale)
@@ -150,25 +154,45 @@ def _attend(
     return (out if dim_v == out.shape[-1] else out[..., :dim_v]), lse
 
 
-def _widened(*parts: Tensor) -> list[Tensor]:
+def _folds(query: Tensor, key: Tensor) -> bool:
+    """Whether heads should stand for batches.
+
+    The kernel writes (batch, length, heads, dim). With one head each, what it writes has the query's order.
+    """
+    return query.numel() > FEW and query.shape[1] == key.shape[1] and query.stride(1) > query.stride(2)
+
+
+def _scales_exactly(scale: float) -> bool:
+    """Whether the scale is a power of two.
+
+    With another one the kernel rounds each score once more, and not alike in forward and backward: weights of large
+    scores then do not fit the LSE. So the query is scaled before.
+    """
+    return abs(math.frexp(scale)[0]) == 0.5
+
+
+def _widened(*parts: Tensor) -> Sequence[Tensor]:
     """The tensors with one head dim, filled up with zeros, which change nothing, and neighbours in memory along it."""
+    dim = parts[0].shape[-1]
+    for part in parts:
+        if part.shape[-1] != dim or part.stride(-1) != 1:
+            break
+    else:
+        return parts
     dim = max(part.shape[-1] for part in parts)
-    return [
-        pad(part, (0, dim - part.shape[-1]))
-        if part.shape[-1] < dim
-        else part
-        if part.stride(-1) == 1
-        else part.contiguous()
-        for part in parts
-    ]
+    return [pad(part, (0, dim - part.shape[-1])) if part.shape[-1] < dim else _dense_rows(part) for part in parts]
 
 
-def _is_causal(mask: object, geometry: object) -> bool:
-    """Whether the mask is exactly the kernel's causality: column <= row."""
-    if not isinstance(geometry, RectGeometry):
-        return False
-    band = band_of(mask, geometry)  # type: ignore[arg-type]
-    return band is not None and band[1] == 0 and (band[0] is None or band[0] <= 1 - geometry.rows)
+def _dense_rows(part: Tensor) -> Tensor:
+    return part if part.stride(-1) == 1 else part.contiguous()
+
+
+def _causality(band: tuple[int | None, int | None], rows: int) -> bool | None:
+    """False if the band hides nothing, True if it is the kernel's causality (column <= row), None if it is another."""
+    low, high = band
+    if low is not None and low > 1 - rows:
+        return None
+    return False if high is None else True if high == 0 else None
 
 
 def _blocks(problem: Problem, segment: Segment) -> Iterator[_Block]:
@@ -178,10 +202,10 @@ def _blocks(problem: Problem, segment: Segment) -> Iterator[_Block]:
     scores = geometry.batch * geometry.heads * geometry.rows * geometry.columns
     if not (geometry.batch and geometry.heads and geometry.rows):
         return
-    if not geometry.columns or (problem.mask is None and not problem.scores):
-        yield _Block(rows, columns)
-    elif not problem.scores and _is_causal(problem.mask, geometry):
-        yield _Block(rows, columns, causal=True)
+    band = (None, None) if problem.mask is None else problem.mask.band(geometry)
+    causal = None if band is None or problem.scores else _causality(band, geometry.rows)
+    if not geometry.columns or causal is not None:
+        yield _Block(rows, columns, bool(causal))
     elif scores <= SMALL:
         keep = None if problem.mask is None else problem.mask.keep(geometry.whole())
         yield _masked(problem, geometry, rows, columns, keep)
@@ -238,9 +262,12 @@ def backward(
     """Gradients of query, key and value; None if something hidden may have got in."""
     if grad_out is None:
         grad_out = torch.zeros((), dtype=query.dtype).expand(out.shape)
-    if problem.mask is None and problem.layout == "dense" and query.numel() and key.numel():
-        found = _differentiate(problem.scale, query, key, value, grad_out, out, lse, grad_lse)
-        gradients = [_laid_out(part, like) for part, like in zip(found, (query, key, value), strict=True)]
+    causal = _causality(problem.band, problem.length_q) if problem.band is not None else None
+    if causal is not None and query.numel() and key.numel():
+        found = _differentiate(problem.scale, query, key, value, grad_out, out, lse, grad_lse, None, causal)
+        gradients = [laid_out(part, like) for part, like in zip(found, (query, key, value), strict=True)]
+        if causal and not all(math.isfinite(gradient.sum()) for gradient in gradients):
+            return None
         return [gradient if need else None for gradient, need in zip(gradients, needs, strict=False)]
     gradients = [torch.zeros_like(tensor) for tensor in (query, key, value)]
     for segment in segments(problem):
@@ -254,7 +281,7 @@ def backward(
         blocks = list(_blocks(problem, segment))
         if len(blocks) > 1 and problem.dtype != problem.score_dtype:
             sums = [torch.zeros_like(part, dtype=problem.score_dtype) for part in sums]
-        for rows, columns, causal, added, empty in blocks:
+        for rows, columns, is_causal, added, empty in blocks:
             if columns.start == columns.stop:
                 continue
             q, do, o = (part[:, :, rows] for part in of_rows)
@@ -264,7 +291,7 @@ def backward(
             if empty is not None:
                 # as the kernel has it: weights of such a row are then exp(-inf - 0) = 0
                 row_lse = row_lse.masked_fill(empty, 0.0)
-            found = _differentiate(problem.scale, q, k, v, do, o, row_lse, row_grad_lse, added, causal)
+            found = _differentiate(problem.scale, q, k, v, do, o, row_lse, row_grad_lse, added, is_causal)
             grad_query[:, :, rows] = found[0]
             sums[0][:, :, columns] += found[1]
             sums[1][:, :, columns] += found[2]
@@ -274,13 +301,6 @@ def backward(
     if not all(math.isfinite(gradient.sum()) for gradient in gradients):
         return None
     return [gradient if need else None for gradient, need in zip(gradients, needs, strict=False)]
-
-
-def _laid_out(gradient: Tensor, like: Tensor) -> Tensor:
-    """The gradient with the strides that `torch.empty_like` gives."""
-    if gradient.dtype == like.dtype and gradient.stride() == like.stride():
-        return gradient
-    return torch.empty_like(like).copy_(gradient)
 
 
 def _differentiate(
@@ -295,25 +315,27 @@ def _differentiate(
     added: Tensor | None = None,
     causal: bool = False,
 ) -> tuple[Tensor, ...]:
+    if not _scales_exactly(scale):
+        found = _differentiate(1.0, query * scale, key, value, grad_out, out, lse, grad_lse, added, causal)
+        return found[0] * scale, *found[1:]
     dims = (query.shape[-1], key.shape[-1], value.shape[-1])
-    inputs = [grad_out, query, key, value, out]
+    inputs = _widened(grad_out, query, key, value, out)
     if grad_lse is not None:
         # one more dim carries the LSE's gradient: (do, dlse) (v, 1) - sum((do, dlse) (out, 0)) = dp - delta + dlse
-        one = lse.new_ones(1)
-        inputs = [part.to(lse.dtype) for part in inputs]
-        inputs = _widened(*inputs)
-        more = (grad_lse[..., None], one * 0, one * 0, one, one * 0)
+        zero, one = lse.new_zeros(1), lse.new_ones(1)
+        more = (grad_lse[..., None], zero, zero, one, zero)
         inputs = [
-            torch.cat([part, last.expand(*part.shape[:-1], 1)], -1) for part, last in zip(inputs, more, strict=True)
+            torch.cat([part.to(lse.dtype), last.expand(*part.shape[:-1], 1)], -1)
+            for part, last in zip(inputs, more, strict=True)
         ]
-    inputs = _widened(*inputs)
-    folds = query.shape[1] == key.shape[1] and query.stride(1) > query.stride(2) and added is None
+    folds = added is None and _folds(query, key)
     if folds:
-        # as in the forward: heads that stand for batches come out in the query's order
         batch, heads = query.shape[:2]
         inputs = [part.reshape(batch * heads, 1, *part.shape[2:]) for part in inputs]
         lse = lse.reshape(batch * heads, 1, -1)
     found = _flash_backward(*inputs, lse, 0.0, causal, attn_mask=added, scale=scale)
     if folds:
         found = tuple(part.unflatten(0, (batch, heads)).squeeze(2) for part in found)
-    return tuple(part if part.shape[-1] == dim else part[..., :dim] for part, dim in zip(found, dims, strict=True))
+    if dims[0] == dims[2] == found[0].shape[-1]:
+        return found
+    return tuple(part[..., :dim] for part, dim in zip(found, dims, strict=True))

@@ -121,8 +121,10 @@ class _Backward:
         self._dtype = problem.score_dtype
         self._changes = steps(problem.scores)
         # column by column in memory, three of the four products that read scores take them as they lie, which is faster
-        # than reading them transposed; steps and grouped heads need tiles of rows
-        self._across = problem.device.type == "cpu" and problem.group == 1 and not self._changes
+        # than reading them transposed; steps, dropout and grouped heads need tiles of rows
+        self._across = (
+            problem.device.type == "cpu" and problem.group == 1 and not self._changes and problem.seed is None
+        )
         by_identity = {id(tensor): total for tensor, total in zip(tensors, totals, strict=True)}
         self._total = by_identity.get
         self._select = must_select(problem, careful)
@@ -172,7 +174,9 @@ class _Backward:
         for start in range(0, q_all.shape[2], group.rows):
             rows = slice(start, min(start + group.rows, q_all.shape[2]))
             q = scaled(q_all[:, :, rows], problem.scale, dtype, pairs)  # (P, G * R, D)
-            do = scaled(do_all[:, :, rows], 1.0, dtype, pairs)  # (P, G * R, DV)
+            # what dropout keeps it enlarges, the gradient instead of the weights
+            kept_scale = 1.0 if problem.seed is None else problem.kept_scale
+            do = scaled(do_all[:, :, rows], kept_scale, dtype, pairs)  # (P, G * R, DV)
             row_lse = lse_all[:, :, rows]
             delta = self._delta(do_all[:, :, rows], out_all[:, :, rows])
             if grad_lse is not None:
@@ -207,8 +211,8 @@ class _Backward:
                     p = softmax.exp_(s.sub_(shift))
                 if seen is not None:
                     p.masked_fill_(~seen, 0.0)
-                dropout = problem.dropout_keep(tile)
-                alive = None if dropout is None else dropout.view(s.shape).to(dtype) * problem.kept_scale
+                dropout = problem.dropout_factor(tile)
+                alive = None if dropout is None else dropout.view(s.shape)
                 if dv is not None:
                     dv.add(visit, p if alive is None else p * alive, do, seen)
                 if not wants_scores:

@@ -90,7 +90,7 @@ def _forward_group(
                 # strides of a bias must not decide in which order sums run
                 s = hide(score.contiguous(), hidden, select).view(s.shape)
             seen = s != -math.inf if careful and (hidden is not None or changes) else None
-            dropout = problem.dropout_keep(tile)
+            dropout = problem.dropout_factor(tile)
             running.update_(s, v[:, visit.start : visit.stop], None if dropout is None else dropout.view(s.shape), seen)
         _write(problem, pieces, group, rows, running.state, sink, out, lse)
 
