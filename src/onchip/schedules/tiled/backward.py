@@ -23,6 +23,7 @@ from onchip.schedules.tiled.tiles import (
     Pieces,
     Scratch,
     carefulness,
+    change,
     hide,
     must_select,
     product,
@@ -274,7 +275,7 @@ class _Backward:
         """The score after every step; with leaves (score first) if the steps must be differentiated."""
         if not self._differentiates:
             for step in self._changes:
-                score = step.apply(score, tile, taken(step, tile))
+                score = change(score, step, tile)
             return score, None
         with _autograd():
             leaves = [score.detach().requires_grad_()]

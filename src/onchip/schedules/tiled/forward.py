@@ -15,13 +15,14 @@ from onchip.schedules.tiled.tiles import (
     Pieces,
     Scratch,
     carefulness,
+    change,
     hide,
     must_select,
     product,
     scaled,
     sound,
 )
-from onchip.scores import sink_of, steps, taken
+from onchip.scores import sink_of, steps
 from onchip.segments import segments
 from onchip.strides import empty_ordered
 
@@ -86,7 +87,7 @@ def _forward_group(
             if hidden is not None or changes:
                 score = s.view(q_all.shape[0], q_all.shape[1], rows.stop - rows.start, visit.stop - visit.start)
                 for step in changes:
-                    score = step.apply(score, tile, taken(step, tile))
+                    score = change(score, step, tile)
                 # strides of a bias must not decide in which order sums run
                 s = hide(score.contiguous(), hidden, select).view(s.shape)
             seen = s != -math.inf if careful and (hidden is not None or changes) else None

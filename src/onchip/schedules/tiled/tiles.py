@@ -16,7 +16,7 @@ from torch import Tensor
 
 from onchip.normal_form import NormalForm, Visit, only_bands
 from onchip.problem import Problem
-from onchip.scores import hidden
+from onchip.scores import Score, hidden, taken
 from onchip.segments import Hidden, Segment, form_of, segments
 from onchip.tile import RectGeometry, Tile
 
@@ -143,6 +143,12 @@ class Pieces:
             if masks is not None:
                 keep = ~masks if keep is None else keep & ~masks
         return None if keep is None else Hidden(keep)
+
+
+def change(score: Tensor, step: Score, tile: Tile) -> Tensor:
+    """The score after a step; it may be changed in place."""
+    parameters = taken(step, tile)
+    return score.add_(parameters[0]) if step.adds else step.apply(score, tile, parameters)
 
 
 def hide(score: Tensor, hidden: Hidden | None, select: bool, across: bool = False) -> Tensor:
