@@ -1,0 +1,110 @@
+"""Forward: block by block."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from onchip.problem import Problem
+from onchip.schedules.aten.tiles import Block, blocks, causality, folds, scales_exactly, widened
+from onchip.segments import segments
+from onchip.strides import empty_ordered, is_ordered
+
+PIECE = 2**18
+"""Numbers of a query that is converted or scaled at a time: what is written for it then stays in the caches."""
+
+_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+
+
+def forward(problem: Problem, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor] | None:
+    """Output in the query's stride order and dtype, LSE; None if something hidden may have got in."""
+    causal = causality(problem.band, problem.length_q) if problem.band is not None else None
+    if causal is not None and query.numel() and key.numel():
+        if query.numel() <= 2 * PIECE or (query.dtype == torch.float32 and scales_exactly(problem.scale)):
+            out, lse = _attend(query, key, value, problem.scale, None, causal)
+            if out.dtype != query.dtype or not is_ordered(out, query):
+                out = empty_ordered(tuple(out.shape), query, query.dtype).copy_(out)
+            lse = lse.contiguous()
+        else:
+            out, lse = _empty(problem, query)
+            whole = Block(slice(0, problem.batch), slice(0, problem.length_q), slice(0, problem.length_k), causal)
+            _write(out, lse, query, key, value, problem.scale, whole)
+        hides = causal
+    else:
+        out, lse = _empty(problem, query)
+        if problem.layout != "dense":
+            out.zero_()
+            lse.fill_(-math.inf)
+        for segment in segments(problem):
+            inputs = (segment.of_rows(query), segment.of_columns(key), segment.of_columns(value))
+            for block in blocks(problem, segment):
+                _write(segment.of_rows(out), segment.of_lse(lse), *inputs, problem.scale, block)
+        hides = True
+    # the kernel gives 0 for a row whose scores are all minus infinity
+    if int(torch.count_nonzero(lse)) < lse.numel() or (hides and not math.isfinite(out.sum())):
+        return None
+    return out, lse
+
+
+def _empty(problem: Problem, query: Tensor) -> tuple[Tensor, Tensor]:
+    lse_shape = query.shape[:2][::-1] if problem.layout == "packed" else query.shape[:-1]
+    out = empty_ordered((*query.shape[:-1], problem.dim_v), query, query.dtype)
+    return out, torch.empty(lse_shape, dtype=problem.score_dtype)
+
+
+def _write(out: Tensor, lse: Tensor, query: Tensor, key: Tensor, value: Tensor, scale: float, block: Block) -> None:
+    """Write a block of (sequences, heads, rows, dim) and (sequences, heads, rows)."""
+    batch, rows, columns = block.batch, block.rows, block.columns
+    out, lse = out[batch, :, rows], lse[batch, :, rows]
+    if columns.start == columns.stop:
+        out.zero_()
+        lse.fill_(-math.inf)
+        return
+    query, key, value = query[batch, :, rows], key[batch, :, columns], value[batch, :, columns]
+    for place, place_k in _pieces(query, key):
+        added = block.added
+        if added is not None:
+            added = added[
+                tuple(slice(None) if size == 1 else part for size, part in zip(added.shape, place, strict=False))
+            ]
+        part, part_lse = _attend(query[place], key[place_k], value[place_k], scale, added, block.causal)
+        out[place] = part
+        lse[place] = part_lse
+    if block.empty is not None:
+        lse.masked_fill_(block.empty, -math.inf)
+
+
+def _pieces(query: Tensor, key: Tensor) -> Iterator[tuple[tuple[slice, slice], tuple[slice, slice]]]:
+    """Sequences and heads, of query and key, that are converted together; as many as keep the threads busy alike."""
+    sequences, heads, rows, dim = query.shape
+    group, threads = heads // key.shape[1], torch.get_num_threads()
+    step = max(1, PIECE // (heads * rows * dim))
+    step_heads = heads
+    if sequences == 1:
+        step_heads = -(-max(1, PIECE // (rows * dim)) // (group * threads)) * group * threads
+    for first in range(0, sequences, step):
+        for head in range(0, heads, step_heads):
+            last = min(head + step_heads, heads)
+            batch = slice(first, min(first + step, sequences))
+            yield (batch, slice(head, last)), (batch, slice(head // group, last // group))
+
+
+def _attend(
+    query: Tensor, key: Tensor, value: Tensor, scale: float, added: Tensor | None, causal: bool
+) -> tuple[Tensor, Tensor]:
+    """Output and LSE in float32, (sequences, heads, rows, dim) and (sequences, heads, rows)."""
+    if not scales_exactly(scale):
+        query, scale = query.to(torch.float32) * scale, 1.0
+    dim_v = value.shape[-1]
+    query, key, value = widened(query.float(), key.float(), value.float())
+    if added is None and folds(query, key):
+        batch, heads, rows, dim = query.shape
+        inputs = (part.reshape(batch * heads, 1, *part.shape[2:]) for part in (query, key, value))
+        out, lse = _flash(*inputs, 0.0, causal, attn_mask=None, scale=scale)
+        out, lse = out.view(batch, heads, rows, dim), lse.view(batch, heads, rows)
+    else:
+        out, lse = _flash(query, key, value, 0.0, causal, attn_mask=added, scale=scale)
+    return (out if dim_v == out.shape[-1] else out[..., :dim_v]), lse
