@@ -29,6 +29,7 @@ class Schedule:
         unsupported, unsupported_backward: reasons, one sentence each, why the problem cannot run here; empty if it can.
         forward, backward: run inside the operators; None for a composite schedule, which torch differentiates itself.
             They may return None once they see values that they cannot treat: the next schedule then takes the call.
+            `forward(..., saves=False)` says that no backward follows.
         pairs: pairs of (query, key) that are computed. workspace_bytes: memory beyond inputs, outputs and gradients.
         tiles: rows and columns of a tile of scores.
     """

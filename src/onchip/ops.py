@@ -91,16 +91,16 @@ def _forward(
 ) -> tuple[Tensor, Tensor]:
     problem = Problem.lift(query, key, value, tensors, spec, ints, floats)
     check_values(problem)
-    return _compute(dispatch.Ready(problem), query, key, value)
+    return _compute(dispatch.Ready(problem), query, key, value, saves=True)
 
 
-def _compute(ready: dispatch.Ready, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+def _compute(ready: dispatch.Ready, query: Tensor, key: Tensor, value: Tensor, *, saves: bool) -> tuple[Tensor, Tensor]:
     if autocasts(query.device):
         with torch.autocast(query.device.type, enabled=False):
-            return _compute(ready, query, key, value)
+            return _compute(ready, query, key, value, saves=saves)
     for schedule in ready.forward:
         assert schedule.forward is not None, "a composite schedule does not run inside an operator"
-        result = schedule.forward(ready.problem, query, key, value)
+        result = schedule.forward(ready.problem, query, key, value, saves=saves)
         if result is not None:
             return result
     raise dispatch.exhausted(ready.problem)
@@ -210,7 +210,7 @@ class _Direct(torch.autograd.Function):
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, ready: dispatch.Ready, rest: Any, *tensors: Tensor
     ) -> Any:
         with torch._C._AutoDispatchBelowAutograd():
-            out, lse = _compute(ready, query, key, value)
+            out, lse = _compute(ready, query, key, value, saves=True)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(query, key, value, out, lse, *tensors)
         ctx.ready, ctx.rest = ready if rest is None else None, rest
@@ -449,7 +449,7 @@ def run_directly(
         assert ready.backward
         return _Direct.apply(query, key, value, ready, rest, *tensors)
     with torch._C._AutoDispatchBelowAutograd():
-        return _compute(ready, query, key, value)
+        return _compute(ready, query, key, value, saves=False)
 
 
 _PLAIN = (Tensor, torch.nn.Parameter)

@@ -19,19 +19,26 @@ PIECE = 2**18
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 
 
-def forward(problem: Problem, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor] | None:
-    """Output in the query's stride order and dtype, LSE; None if something hidden may have got in."""
+def forward(
+    problem: Problem, query: Tensor, key: Tensor, value: Tensor, *, saves: bool
+) -> tuple[Tensor, Tensor] | None:
+    """Output in the query's stride order and dtype, LSE; None if something hidden may have got in.
+
+    Args:
+        saves: a backward may follow, whose weights must fit the LSE.
+    """
+    prescale = saves and not scales_exactly(problem.scale)
     causal = causality(problem.band, problem.length_q) if problem.band is not None else None
     if causal is not None and query.numel() and key.numel():
-        if query.numel() <= 2 * PIECE or (query.dtype == torch.float32 and scales_exactly(problem.scale)):
-            out, lse = _attend(query, key, value, problem.scale, None, causal)
+        if query.numel() <= 2 * PIECE or (query.dtype == torch.float32 and not prescale):
+            out, lse = _attend(query, key, value, problem.scale, prescale, None, causal)
             if out.dtype != query.dtype or not is_ordered(out, query):
                 out = empty_ordered(tuple(out.shape), query, query.dtype).copy_(out)
             lse = lse.contiguous()
         else:
             out, lse = _empty(problem, query)
             whole = Block(slice(0, problem.batch), slice(0, problem.length_q), slice(0, problem.length_k), causal)
-            _write(out, lse, query, key, value, problem.scale, whole)
+            _write(out, lse, query, key, value, problem.scale, prescale, whole)
         hides = causal
     else:
         out, lse = _empty(problem, query)
@@ -41,7 +48,7 @@ def forward(problem: Problem, query: Tensor, key: Tensor, value: Tensor) -> tupl
         for segment in segments(problem):
             inputs = (segment.of_rows(query), segment.of_columns(key), segment.of_columns(value))
             for block in blocks(problem, segment):
-                _write(segment.of_rows(out), segment.of_lse(lse), *inputs, problem.scale, block)
+                _write(segment.of_rows(out), segment.of_lse(lse), *inputs, problem.scale, prescale, block)
         hides = True
     # the kernel gives 0 for a row whose scores are all minus infinity
     if int(torch.count_nonzero(lse)) < lse.numel() or (hides and not math.isfinite(out.sum())):
@@ -55,7 +62,9 @@ def _empty(problem: Problem, query: Tensor) -> tuple[Tensor, Tensor]:
     return out, torch.empty(lse_shape, dtype=problem.score_dtype)
 
 
-def _write(out: Tensor, lse: Tensor, query: Tensor, key: Tensor, value: Tensor, scale: float, block: Block) -> None:
+def _write(
+    out: Tensor, lse: Tensor, query: Tensor, key: Tensor, value: Tensor, scale: float, prescale: bool, block: Block
+) -> None:
     """Write a block of (sequences, heads, rows, dim) and (sequences, heads, rows)."""
     batch, rows, columns = block.batch, block.rows, block.columns
     out, lse = out[batch, :, rows], lse[batch, :, rows]
@@ -70,7 +79,7 @@ def _write(out: Tensor, lse: Tensor, query: Tensor, key: Tensor, value: Tensor, 
             added = added[
                 tuple(slice(None) if size == 1 else part for size, part in zip(added.shape, place, strict=False))
             ]
-        part, part_lse = _attend(query[place], key[place_k], value[place_k], scale, added, block.causal)
+        part, part_lse = _attend(query[place], key[place_k], value[place_k], scale, prescale, added, block.causal)
         out[place] = part
         lse[place] = part_lse
     if block.empty is not None:
@@ -93,10 +102,10 @@ def _pieces(query: Tensor, key: Tensor) -> Iterator[tuple[tuple[slice, slice], t
 
 
 def _attend(
-    query: Tensor, key: Tensor, value: Tensor, scale: float, added: Tensor | None, causal: bool
+    query: Tensor, key: Tensor, value: Tensor, scale: float, prescale: bool, added: Tensor | None, causal: bool
 ) -> tuple[Tensor, Tensor]:
     """Output and LSE in float32, (sequences, heads, rows, dim) and (sequences, heads, rows)."""
-    if not scales_exactly(scale):
+    if prescale:
         query, scale = query.to(torch.float32) * scale, 1.0
     dim_v = value.shape[-1]
     query, key, value = widened(query.float(), key.float(), value.float())
