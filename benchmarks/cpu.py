@@ -241,8 +241,8 @@ def read_choices(out: Path) -> list[Choice]:
 def print_choices(console: Console, measured: list[Choice]) -> None:
     """Print the fastest schedule of every point, and how many times as long the next one takes."""
     table = Table()
-    for name in ("direction", "dtype", "batch", "heads", "length", "dim", "mask", "fastest", "ms", "next", "margin"):
-        left = name in ("direction", "dtype", "mask", "fastest", "next")
+    for name in ("direction", "dtype", "batch", "heads", "length", "dim", "kind", "fastest", "ms", "next", "margin"):
+        left = name in ("direction", "dtype", "kind", "fastest", "next")
         table.add_column(name, justify="left" if left else "right", no_wrap=True)
     for choice in measured:
         point = choice.point
@@ -252,7 +252,7 @@ def print_choices(console: Console, measured: list[Choice]) -> None:
             point.direction,
             point.dtype,
             *(str(size) for size in (point.batch, point.heads, point.length, point.dim)),
-            "causal" if point.causal else "full",
+            point.kind,
             name,
             f"{fastest_ms:,.3f}",
             *following,

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import onchip
-from onchip.bench.demo.sentences import SENTENCES, _load
+from onchip.bench.demo.sentences import SENTENCES, load_model
 from onchip.bench.protocol import Workload
 from onchip.bench.timing import Contender
 from onchip.dispatch import ScheduleName, schedules
@@ -25,6 +25,8 @@ from onchip.dispatch import ScheduleName, schedules
 HEADS = 8
 DIRECTIONS = ("forward", "forward+backward")
 WINDOW = 256
+GRID_PAIRS = 2**26
+"""The grid's largest problem: with more scores a point takes minutes and shows nothing new."""
 DENSE_PAIRS = 2**26
 """Beyond this many scores dense is left out of the grid: its matrices would not fit into a small machine's memory."""
 
@@ -91,9 +93,16 @@ def cases(quick: bool = False) -> list[Case]:
     return found
 
 
+KINDS = ("plain", "causal", "window", "padding", "packed", "scores", "dropout")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Point:
-    """A problem that every schedule is timed on. Its "backward" is the backward alone."""
+    """A problem that every schedule is timed on. Its "backward" is the backward alone.
+
+    `kind` is one of KINDS: the mask, layout or score beside plain attention. A window is a quarter of the length,
+    padding a bool tensor that hides a third of the keys, packed the same lengths without padding, scores ALiBi.
+    """
 
     direction: str
     dtype: str
@@ -101,21 +110,37 @@ class Point:
     heads: int
     length: int
     dim: int
-    causal: bool
+    kind: str
 
     def __str__(self) -> str:
-        mask = "causal" if self.causal else "full"
-        return f"{self.direction} {self.dtype} b{self.batch} h{self.heads} n{self.length} d{self.dim} {mask}"
+        return f"{self.direction} {self.dtype} b{self.batch} h{self.heads} n{self.length} d{self.dim} {self.kind}"
 
     def contenders(self) -> dict[str, Contender]:
         """A call for every schedule that runs the problem, by its name. Each has run once."""
         dtype, backward = getattr(torch, self.dtype), self.direction == "backward"
-        query, key, value, gradient = _random((self.batch, self.heads, self.length, self.dim), dtype, backward)
+        lengths = torch.linspace(self.length / 3, self.length, self.batch).round().int()
+        packed = self.kind == "packed"
+        shape: tuple[int, ...] = (self.batch, self.heads, self.length, self.dim)
+        if packed:
+            shape = (int(lengths.sum()), self.heads, self.dim)
+        query, key, value, gradient = _random(shape, dtype, backward)
+        options: dict[str, Any] = {
+            "causal": {"causal": True},
+            "window": {"causal": True, "window": (self.length // 4, 0)},
+            "padding": {"mask": (torch.arange(self.length) < lengths[:, None])[:, None, None, :]},
+            "scores": {"score": onchip.scores.alibi(torch.linspace(0.1, 1.0, self.heads))},
+            "dropout": {"dropout_p": 0.1, "dropout_seed": 1},
+        }.get(self.kind, {})
+        inputs = [query, key, value, *([F.pad(lengths.cumsum(0), (1, 0)).int()] if packed else [])]
+        function = onchip.attention_varlen if packed else onchip.attention
         calls: dict[str, Contender] = {}
         for name in schedules():
-            if name == "dense" and self.batch * self.heads * self.length**2 > DENSE_PAIRS:
+            if (
+                name == "dense"
+                and query.numel() // self.dim * (query.shape[0] if packed else self.length) > DENSE_PAIRS
+            ):
                 continue
-            attend = partial(onchip.attention, query, key, value, causal=self.causal, schedule=cast(ScheduleName, name))
+            attend: Callable[[], Tensor] = partial(cast(Any, function), *inputs, schedule=name, **options)
             try:
                 call = _inference(attend)
                 if backward:
@@ -129,17 +154,12 @@ class Point:
 
 def points(quick: bool = False) -> list[Point]:
     """The grid that the dispatcher's choice is derived from; `quick` divides the lengths by 8."""
-    lengths = dict.fromkeys(_shorter(length, quick) for length in (16, 64, 128, 256, 512, 1024, 2048))
+    lengths = dict.fromkeys(_shorter(length, quick) for length in (16, 128, 512, 2048))
+    grid = itertools.product(("forward", "backward"), ("float32", "bfloat16"), ((1, 1), (1, 8), (8, 8)), lengths, KINDS)
     return [
-        Point(direction=direction, dtype=dtype, batch=batch, heads=heads, length=length, dim=dim, causal=causal)
-        for direction, dtype, (batch, heads), length, dim, causal in itertools.product(
-            ("forward", "backward"),
-            ("float32", "bfloat16"),
-            ((1, 1), (1, 8), (8, 8)),
-            lengths,
-            (64, 128),
-            (False, True),
-        )
+        Point(direction=direction, dtype=dtype, batch=batch, heads=heads, length=length, dim=64, kind=kind)
+        for direction, dtype, (batch, heads), length, kind in grid
+        if batch * heads * length**2 <= GRID_PAIRS and (batch > 1 or kind not in ("padding", "packed"))
     ]
 
 
@@ -279,7 +299,7 @@ def _dropout(length: int) -> Prepared:
 
 def _minilm(longest: int) -> Prepared:
     """The whole model on 64 sentences; only the operations of its attention are counted."""
-    tokenizer, model = _load()
+    tokenizer, model = load_model()
     batch = tokenizer(sentences(64, longest), padding=True, return_tensors="pt")
     count, length = batch["input_ids"].shape
     config = model.config

@@ -46,9 +46,9 @@ def seeded():
     torch.manual_seed(0)
 
 
-@pytest.fixture(scope="session", params=sorted(onchip.dispatch.schedules()))
+@pytest.fixture(scope="session", params=[None, *sorted(onchip.dispatch.schedules())], ids=lambda name: name or "chosen")
 def schedule(request):
-    """The name of each registered schedule in turn."""
+    """The name of each registered schedule in turn, and None, which pairs the forward of one with another's backward."""
     return request.param
 
 

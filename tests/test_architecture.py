@@ -19,7 +19,7 @@ LAYERS = [
     {"masks", "problem"},
     {"scores", "normal_form"},
     {"segments"},
-    {"schedules", "model"},
+    {"schedules", "model", "choices"},
     {"dispatch"},
     {"ops"},
     {"attention"},

@@ -1,8 +1,8 @@
 """Which schedule runs a problem, and why not the others.
 
-Schedules are listed in the order of preference. A call that names none takes the first that has no reason against it; a
-named one runs or raises `Unsupported` and never falls back. Forward and backward are chosen separately: what is saved
-between them (inputs, out, lse, seed) is the same for all.
+A call that names no schedule takes the first that has no reason against it, in the order of the measured table
+(choices.py) and then of the list below; a named one runs or raises `Unsupported` and never falls back. Forward and
+backward are chosen separately: what is saved between them (inputs, out, lse, seed) is the same for all.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 from torch import Tensor
 
+from onchip.choices import preferred
 from onchip.errors import Unsupported
 from onchip.problem import Problem
 from onchip.schedules import aten, dense, tiled
@@ -106,7 +107,8 @@ def check_name(name: Any) -> None:
 
 def _order(problem: Problem, backward: bool) -> tuple[Schedule, ...]:
     """Schedules in the order of preference for a problem."""
-    return _SCHEDULES
+    first = preferred(problem, backward)
+    return (*(_BY_NAME[name] for name in first), *(schedule for schedule in _SCHEDULES if schedule.name not in first))
 
 
 def _reasons(schedule: Schedule, problem: Problem, backward: bool) -> list[str]:
@@ -114,19 +116,20 @@ def _reasons(schedule: Schedule, problem: Problem, backward: bool) -> list[str]:
 
 
 def choose(
-    problem: Problem, *, backward: bool = False, transformed: bool = False
+    problem: Problem, *, backward: bool = False, transformed: bool = False, measured: bool = True
 ) -> tuple[Schedule, dict[str, list[str]]]:
     """The schedule that runs the problem, and the reasons against each that does not.
 
     Args:
         backward: choose for the backward instead of the forward.
         transformed: the call stands under a torch.func transform that differentiates, or in forward mode.
+        measured: order by the measured table, which asks for sizes; a compiler must not see that.
 
     Raises:
         Unsupported: the named schedule, or every one, refuses.
     """
     chosen, reasons = None, {}
-    order = _order(problem, backward)
+    order = _order(problem, backward) if measured else _SCHEDULES
     for schedule in order:
         why = _reasons(schedule, problem, backward)
         if transformed and not schedule.composite:
@@ -143,6 +146,13 @@ def choose(
         works = [s.name for s in order if not _reasons(s, problem, backward) and (s.composite or not transformed)]
         raise Unsupported(problem.describe(), reasons, _nearest(works))
     return chosen, reasons
+
+
+def goes_composite(problem: Problem) -> bool:
+    """Whether the first schedule that runs the forward is composite, which torch then differentiates as well."""
+    if problem.schedule is not None:
+        return problem.schedule in COMPOSITE
+    return next((s.composite for s in _order(problem, False) if not s.unsupported(problem)), False)
 
 
 def _nearest(works: list[str]) -> str:

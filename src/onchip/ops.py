@@ -417,14 +417,12 @@ def run(problem: Problem, query: Tensor, key: Tensor, value: Tensor) -> tuple[Te
     The operator's way through the dispatcher costs more than a small problem; it is there for what looks at operators.
     """
     tensors, spec, ints, floats = problem.lower()
-    if (
-        not is_observed(query, key, value, *tensors)
-        and problem.schedule not in dispatch.COMPOSITE
-        and UNTRACED not in spec
-    ):
+    if not is_observed(query, key, value, *tensors) and UNTRACED not in spec:
         check_values(problem)
+        if dispatch.goes_composite(problem):
+            return composite(problem, query, key, value)
         return run_directly(dispatch.Ready(problem), query, key, value, (spec, ints, floats), tensors)
-    schedule, _ = dispatch.choose(problem, transformed=_transformed() or UNTRACED in spec)
+    schedule, _ = dispatch.choose(problem, transformed=_transformed() or UNTRACED in spec, measured=False)
     if schedule.composite:
         return composite(problem, query, key, value)
     return _attention(query, key, value, tensors, spec, ints, floats)

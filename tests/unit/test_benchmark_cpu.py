@@ -159,7 +159,7 @@ def test_the_grid_is_written_and_shown(small: ModuleType, tmp_path: Path) -> Non
         "heads": 1,
         "length": 16,
         "dim": 64,
-        "causal": False,
+        "kind": "plain",
     }
     assert set(times) <= set(onchip.dispatch.schedules()) and len(times) >= 2
     fastest, following, *_ = sorted(times, key=times.__getitem__)

@@ -69,7 +69,7 @@ def compare_sentences(texts: Sequence[str] = SENTENCES) -> Comparison:
     Raises:
         ModelMissing: the model's package or transformers is not installed.
     """
-    tokenizer, model = _load()
+    tokenizer, model = load_model()
     batch = tokenizer(list(texts), padding=True, return_tensors="pt")
     with torch.no_grad():
         with _CountCalls() as counted_before:
@@ -94,7 +94,12 @@ def compare_sentences(texts: Sequence[str] = SENTENCES) -> Comparison:
     )
 
 
-def _load() -> tuple[Any, Any]:
+def load_model() -> tuple[Any, Any]:
+    """The tokenizer and the model, with torch's own attention inside.
+
+    Raises:
+        ModelMissing: the model's package or transformers is not installed.
+    """
     package = importlib.util.find_spec(PACKAGE)
     if package is None or package.origin is None or importlib.util.find_spec("transformers") is None:
         raise ModelMissing(f"the sentence model is not installed: {NEEDS}")

@@ -1,0 +1,103 @@
+"""Which schedule a problem tries first, as data: what `benchmarks/cpu.py --choices` measured.
+
+The record lies in `benchmarks/results/<processor>/choices.json`, and a test holds the table against it. Schedules that
+a row does not name follow in the order in which they are registered.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+
+from onchip.problem import Problem
+from onchip.scores import Bias
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The first row that fits a problem names the schedules to try first.
+
+    Attributes:
+        backward: the direction.
+        dtypes: "float32" (and float64), "low" (float16 and bfloat16), or "native" (bfloat16 on a processor that
+            multiplies it).
+        kinds: of `kind_of`.
+        first: schedules, the best one first.
+        length: fits from so many keys on (per sequence). heads: fits from so many heads of all sequences on.
+        scores: fits up to so many scores in all.
+    """
+
+    backward: bool
+    dtypes: tuple[str, ...]
+    kinds: tuple[str, ...]
+    first: tuple[str, ...]
+    length: int = 0
+    heads: int = 0
+    scores: int | None = None
+
+
+CPU = (
+    # few scores: dense has fewer operations, and its backward need not compute them again
+    Choice(False, ("float32", "low", "native"), ("changed",), ("dense", "tiled"), scores=2**18),
+    Choice(False, ("float32", "low", "native"), ("plain", "causal", "band", "masked", "ragged", "changed"), ("aten",)),
+    # aten's backward masks what tiled leaves out
+    Choice(True, ("float32",), ("causal", "band"), ("tiled", "aten"), length=512),
+    Choice(True, ("float32",), ("plain", "causal", "band", "masked", "ragged"), ("aten", "tiled")),
+    # it runs a thread for each head, and its products in bfloat16 need some length
+    Choice(True, ("native",), ("plain", "causal", "masked", "ragged"), ("aten", "tiled"), length=512, heads=8),
+    Choice(True, ("low", "native"), ("plain", "causal", "band", "masked", "ragged"), ("tiled", "aten")),
+)
+
+
+def kind_of(problem: Problem) -> str:
+    """What a problem asks for beside plain attention.
+
+    "changed" (scores other than a bias, or dropout), "ragged" (packed, or padded with lengths), "plain", "causal"
+    (column <= row), "band" (another one) or "masked".
+    """
+    if problem.seed is not None or not all(isinstance(score, Bias) for score in problem.scores):
+        return "changed"
+    if problem.layout != "dense":
+        return "ragged"
+    if problem.mask is None:
+        return "plain"
+    if problem.band is None:
+        return "masked"
+    low, high = problem.band
+    return "causal" if high == 0 and (low is None or low <= 1 - problem.length_q) else "band"
+
+
+def preferred(problem: Problem, backward: bool) -> tuple[str, ...]:
+    """Names of the schedules to try first; none on a device without a table."""
+    if problem.device.type != "cpu":
+        return ()
+    kind, dtype = kind_of(problem), _dtype_of(problem.dtype)
+    sequences = max(1, problem.batch) if problem.layout == "packed" else 1
+    heads = problem.heads_q * problem.batch
+    length, scores = problem.length_k // sequences, heads * problem.length_q * problem.length_k // sequences**2
+    for row in CPU:
+        if (
+            row.backward == backward
+            and kind in row.kinds
+            and dtype in row.dtypes
+            and length >= row.length
+            and heads >= row.heads
+            and (row.scores is None or scores <= row.scores)
+        ):
+            return row.first
+    return ()
+
+
+def _dtype_of(dtype: torch.dtype) -> str:
+    if dtype in (torch.float32, torch.float64):
+        return "float32"
+    return "native" if dtype == torch.bfloat16 and multiplies_bfloat16() else "low"
+
+
+@cache
+def multiplies_bfloat16() -> bool:
+    """Whether this processor has instructions for products in bfloat16 that torch uses."""
+    asked = (getattr(torch.cpu, name, None) for name in ("_is_avx512_bf16_supported", "_is_amx_tile_supported"))
+    return any(ask is not None and ask() for ask in asked)
