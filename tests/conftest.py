@@ -48,7 +48,7 @@ def seeded():
 
 @pytest.fixture(scope="session", params=[None, *sorted(onchip.dispatch.schedules())], ids=lambda name: name or "chosen")
 def schedule(request):
-    """The name of each registered schedule in turn, and None, which pairs the forward of one with another's backward."""
+    """Each registered schedule's name in turn, and None, which may pair one's forward with another's backward."""
     return request.param
 
 

@@ -29,7 +29,8 @@ class Schedule:
     Attributes:
         unsupported, unsupported_backward: reasons, one sentence each, why the problem cannot run here; empty if it can.
         forward, backward: run inside the operators; None for a composite schedule, which torch differentiates itself.
-            They may return None once they see values that they cannot treat: the next schedule then takes the call.
+            Where they meet values that they cannot treat, forward gives a third result, the rows (shaped like the LSE)
+            that the next schedule must compute, and backward gives None.
             `forward(..., saves=False)` says that no backward follows.
         pairs: pairs of (query, key) that are computed. workspace_bytes: memory beyond inputs, outputs and gradients.
         tiles: rows and columns of a tile of scores.
@@ -42,7 +43,7 @@ class Schedule:
     pairs: Callable[[Problem], int]
     workspace_bytes: Callable[[Problem], int]
     tiles: Callable[[Problem], tuple[int, int]]
-    forward: Callable[..., tuple[Tensor, Tensor] | None] | None = None
+    forward: Callable[..., tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor]] | None = None
     backward: Callable[..., list[Tensor | None] | None] | None = None
 
     @property
@@ -91,7 +92,7 @@ COMPOSITE = frozenset(schedule.name for schedule in _SCHEDULES if schedule.compo
 TRANSFORMED = (
     "inside torch.func.grad, jvp and forward-mode AD only a composite schedule runs; schedule=None takes dense there"
 )
-HIDDEN = "a result is not finite: something hidden may hold NaN or infinity, which this kernel would let in"
+NOT_FINITE = "a row sees something that is not finite, which this kernel does not treat as the contract says"
 
 
 def schedules() -> dict[str, Schedule]:
@@ -178,8 +179,8 @@ def candidates(problem: Problem, backward: bool) -> tuple[Schedule, ...]:
 
 
 def exhausted(problem: Problem) -> Unsupported:
-    """What to raise when every candidate has seen values that it cannot treat."""
-    return Unsupported(problem.describe(), {str(problem.schedule): [HIDDEN]}, _nearest([tiled.NAME]))
+    """What to raise when no candidate is left and some values were not treated."""
+    return Unsupported(problem.describe(), {str(problem.schedule): [NOT_FINITE]}, _nearest([tiled.NAME]))
 
 
 class Ready:

@@ -98,11 +98,17 @@ def _compute(ready: dispatch.Ready, query: Tensor, key: Tensor, value: Tensor, *
     if autocasts(query.device):
         with torch.autocast(query.device.type, enabled=False):
             return _compute(ready, query, key, value, saves=saves)
+    done: tuple[Tensor, Tensor, Tensor] | None = None
     for schedule in ready.forward:
         assert schedule.forward is not None, "a composite schedule does not run inside an operator"
-        result = schedule.forward(ready.problem, query, key, value, saves=saves)
-        if result is not None:
-            return result
+        out, lse, *lost = schedule.forward(ready.problem, query, key, value, saves=saves)
+        if done is not None:
+            rows = done[2].mT if ready.problem.layout == "packed" else done[2]
+            out, lse = torch.where(rows[..., None], out, done[0]), torch.where(done[2], lse, done[1])
+            lost = [done[2] & part for part in lost]
+        if not lost or not lost[0].any():
+            return out, lse
+        done = (out, lse, lost[0])
     raise dispatch.exhausted(ready.problem)
 
 

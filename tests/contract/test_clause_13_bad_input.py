@@ -237,7 +237,7 @@ def test_checked_validates_and_changes_nothing(schedule):
 
 def test_a_named_schedule_runs_or_raises(schedule):
     plan = onchip.plan(*tensors(), schedule=schedule)
-    assert plan.forward == schedule
+    assert schedule in (None, plan.forward)
     assert schedule not in plan.reasons or not plan.reasons[schedule]
 
 

@@ -5,7 +5,8 @@
         out, lse = kernel(q, k, v, an additive mask or top-left causality)
 
 It takes one head dim for all three inputs, which zeros fill up. It multiplies hidden values by 0 rather than leaving
-them out, so a result that is not finite is not returned: the call then goes to another schedule.
+them out. So when a result is not finite, the call runs again with 0 in place of what is not, and rows that saw such a
+thing go to another schedule.
 
 The forward computes in float32: in low precision the kernel takes as long or longer, and its LSE is less exact.
 """

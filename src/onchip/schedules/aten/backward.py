@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from onchip.problem import Problem
+from onchip.schedules.aten.forward import cleaned
 from onchip.schedules.aten.tiles import blocks, causality, folds, scales_exactly, widened
 from onchip.segments import segments
 from onchip.strides import laid_out
@@ -28,16 +29,44 @@ def backward(
     tensors: Sequence[Tensor],
     needs: Sequence[bool],
 ) -> list[Tensor | None] | None:
-    """Gradients of query, key and value; None if something hidden may have got in."""
+    """Gradients of query, key and value; None if a row sees something that is not finite."""
     if grad_out is None:
         grad_out = torch.zeros((), dtype=query.dtype).expand(out.shape)
+    gradients, hides = _backward(problem, grad_out, grad_lse, query, key, value, out, lse)
+    if hides and not _finite(gradients):
+        query, key, value, lost = cleaned(problem, query, key, value)
+        alive = lse != -math.inf
+        if (lost & alive).any():
+            return None
+        # a row that sees nothing must not know what gradient arrives there
+        rows = alive.mT if problem.layout == "packed" else alive
+        grad_out = grad_out.masked_fill(~rows[..., None], 0.0)
+        grad_lse = None if grad_lse is None else grad_lse.masked_fill(~alive, 0.0)
+        gradients, _ = _backward(problem, grad_out, grad_lse, query, key, value, out, lse)
+        if not _finite(gradients):
+            return None
+    return [gradient if need else None for gradient, need in zip(gradients, needs, strict=False)]
+
+
+def _finite(gradients: Sequence[Tensor]) -> bool:
+    return all(math.isfinite(gradient.sum()) for gradient in gradients)
+
+
+def _backward(
+    problem: Problem,
+    grad_out: Tensor,
+    grad_lse: Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+) -> tuple[Sequence[Tensor], bool]:
+    """Gradients of query, key and value, and whether anything is hidden inside a block."""
     causal = causality(problem.band, problem.length_q) if problem.band is not None else None
     if causal is not None and query.numel() and key.numel():
         found = _differentiate(problem.scale, query, key, value, grad_out, out, lse, grad_lse, None, causal)
-        gradients = [laid_out(part, like) for part, like in zip(found, (query, key, value), strict=True)]
-        if causal and not all(math.isfinite(gradient.sum()) for gradient in gradients):
-            return None
-        return [gradient if need else None for gradient, need in zip(gradients, needs, strict=False)]
+        return [laid_out(part, like) for part, like in zip(found, (query, key, value), strict=True)], causal
     gradients = [torch.zeros_like(tensor) for tensor in (query, key, value)]
     for segment in segments(problem):
         of_rows = [segment.of_rows(part) for part in (query, grad_out, out)]
@@ -64,9 +93,7 @@ def backward(
         for total, part in zip(totals, sums, strict=True):
             if total is not part:
                 total.copy_(part)
-    if not all(math.isfinite(gradient.sum()) for gradient in gradients):
-        return None
-    return [gradient if need else None for gradient, need in zip(gradients, needs, strict=False)]
+    return gradients, True
 
 
 def _differentiate(

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from onchip.problem import Problem
 from onchip.schedules.aten.tiles import Block, blocks, causality, folds, scales_exactly, widened
+from onchip.scores import Bias
 from onchip.segments import segments
 from onchip.strides import empty_ordered, is_ordered
 
@@ -21,12 +23,51 @@ _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 
 def forward(
     problem: Problem, query: Tensor, key: Tensor, value: Tensor, *, saves: bool
-) -> tuple[Tensor, Tensor] | None:
-    """Output in the query's stride order and dtype, LSE; None if something hidden may have got in.
+) -> tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor]:
+    """Output in the query's stride order and dtype, LSE, and rows that another schedule must compute, if there are any.
 
     Args:
         saves: a backward may follow, whose weights must fit the LSE.
     """
+    out, lse, hides = _forward(problem, query, key, value, saves)
+    # the kernel gives 0 for a row whose scores are all minus infinity
+    if int(torch.count_nonzero(lse)) == lse.numel() and not (hides and not math.isfinite(out.sum())):
+        return out, lse
+    clean_query, clean_key, clean_value, lost = cleaned(problem, query, key, value)
+    out, lse, _ = _forward(problem, clean_query, clean_key, clean_value, saves)
+    return out, lse, lost | (lse == 0) | _by_row(problem, ~torch.isfinite(out).all(-1))
+
+
+def cleaned(problem: Problem, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Inputs with 0 for what is not finite or large enough to make a score that is not, and the rows that this changes.
+
+    Rows that do not see a changed key have the result that they had, to the bit: hidden keys weigh exactly 0.
+    """
+    limit = 1e18 / max(1.0, (problem.dim_qk * abs(problem.scale)) ** 0.5)
+    bad_rows = ~(query.abs().amax(-1) < limit)
+    bad = ~(key.abs().amax(-1) < limit) | ~torch.isfinite(value).all(-1)
+    scores = tuple(Bias(torch.where(score.tensor == -math.inf, -math.inf, 0.0)) for score in problem.scores)
+    # a row of equal weights sums to more than 0 where it sees a bad key
+    marks = bad[..., None].to(torch.float32).expand(*bad.shape, problem.dim_v)
+    blank = replace(problem, scores=scores, dtype=torch.float32)
+    zero = torch.zeros((), dtype=torch.float32)
+    seen, _, _ = _forward(blank, zero.expand(query.shape), zero.expand(key.shape), marks, False)
+    lost = _by_row(problem, bad_rows | (seen[..., 0] > 0))
+    return (
+        query.masked_fill(bad_rows[..., None], 0.0),
+        key.masked_fill(bad[..., None], 0.0),
+        value.masked_fill(bad[..., None], 0.0),
+        lost,
+    )
+
+
+def _by_row(problem: Problem, rows: Tensor) -> Tensor:
+    """What is said of the query's rows, shaped like the LSE."""
+    return rows.mT if problem.layout == "packed" else rows
+
+
+def _forward(problem: Problem, query: Tensor, key: Tensor, value: Tensor, saves: bool) -> tuple[Tensor, Tensor, bool]:
+    """Output, LSE, and whether anything is hidden inside a block."""
     prescale = saves and not scales_exactly(problem.scale)
     causal = causality(problem.band, problem.length_q) if problem.band is not None else None
     if causal is not None and query.numel() and key.numel():
@@ -34,26 +75,20 @@ def forward(
             out, lse = _attend(query, key, value, problem.scale, prescale, None, causal)
             if out.dtype != query.dtype or not is_ordered(out, query):
                 out = empty_ordered(tuple(out.shape), query, query.dtype).copy_(out)
-            lse = lse.contiguous()
-        else:
-            out, lse = _empty(problem, query)
-            whole = Block(slice(0, problem.batch), slice(0, problem.length_q), slice(0, problem.length_k), causal)
-            _write(out, lse, query, key, value, problem.scale, prescale, whole)
-        hides = causal
-    else:
+            return out, lse.contiguous(), causal
         out, lse = _empty(problem, query)
-        if problem.layout != "dense":
-            out.zero_()
-            lse.fill_(-math.inf)
-        for segment in segments(problem):
-            inputs = (segment.of_rows(query), segment.of_columns(key), segment.of_columns(value))
-            for block in blocks(problem, segment):
-                _write(segment.of_rows(out), segment.of_lse(lse), *inputs, problem.scale, prescale, block)
-        hides = True
-    # the kernel gives 0 for a row whose scores are all minus infinity
-    if int(torch.count_nonzero(lse)) < lse.numel() or (hides and not math.isfinite(out.sum())):
-        return None
-    return out, lse
+        whole = Block(slice(0, problem.batch), slice(0, problem.length_q), slice(0, problem.length_k), causal)
+        _write(out, lse, query, key, value, problem.scale, prescale, whole)
+        return out, lse, causal
+    out, lse = _empty(problem, query)
+    if problem.layout != "dense":
+        out.zero_()
+        lse.fill_(-math.inf)
+    for segment in segments(problem):
+        inputs = (segment.of_rows(query), segment.of_columns(key), segment.of_columns(value))
+        for block in blocks(problem, segment):
+            _write(segment.of_rows(out), segment.of_lse(lse), *inputs, problem.scale, prescale, block)
+    return out, lse, True
 
 
 def _empty(problem: Problem, query: Tensor) -> tuple[Tensor, Tensor]:
