@@ -75,22 +75,27 @@ def attention(
     if mask is None and score is None and lengths is None and window is None and dropout_seed is None:
         ready = _ready(query, key, value, causal, scale, dropout_p, deterministic, schedule)
         if ready is not None:
-            return ops.run_directly(ready, query, key, value)[0]
-    return attention_with_lse(
+            return ops.run_directly(ready, query, key, value, False)[0]
+    query, key, value = _autocast(query, key, value)
+    check_inputs(query, key, value, packed=False)
+    problem = _bind(
         query,
         key,
+        None,
+        None,
         value,
-        causal=causal,
-        window=window,
-        mask=mask,
-        score=score,
-        lengths=lengths,
-        scale=scale,
-        dropout_p=dropout_p,
-        dropout_seed=dropout_seed,
-        deterministic=deterministic,
-        schedule=schedule,
-    ).out
+        causal,
+        window,
+        mask,
+        score,
+        lengths,
+        scale,
+        dropout_p,
+        dropout_seed,
+        deterministic,
+        schedule,
+    )
+    return ops.run(problem, query, key, value, gives_lse=False)[0]
 
 
 def attention_with_lse(
@@ -120,7 +125,7 @@ def attention_with_lse(
     if mask is None and score is None and lengths is None and window is None and dropout_seed is None:
         ready = _ready(query, key, value, causal, scale, dropout_p, deterministic, schedule)
         if ready is not None:
-            return Output(*ops.run_directly(ready, query, key, value))
+            return Output(*ops.run_directly(ready, query, key, value, True))
     query, key, value = _autocast(query, key, value)
     check_inputs(query, key, value, packed=False)
     problem = _bind(
@@ -140,7 +145,7 @@ def attention_with_lse(
         deterministic,
         schedule,
     )
-    return Output(*ops.run(problem, query, key, value))
+    return Output(*ops.run(problem, query, key, value, gives_lse=True))
 
 
 def attention_varlen(
@@ -177,23 +182,26 @@ def attention_varlen(
     Returns:
         (tokens_q, heads_q, dim_v) in the query's dtype and stride order; tokens outside every sequence are 0.
     """
-    return attention_varlen_with_lse(
+    query, key, value = _autocast(query, key, value)
+    check_inputs(query, key, value, packed=True)
+    problem = _bind(
         query,
         key,
-        value,
         cu_seqlens_query,
-        cu_seqlens_key,
-        causal=causal,
-        window=window,
-        mask=mask,
-        score=score,
-        lengths=lengths,
-        scale=scale,
-        dropout_p=dropout_p,
-        dropout_seed=dropout_seed,
-        deterministic=deterministic,
-        schedule=schedule,
-    ).out
+        cu_seqlens_query if cu_seqlens_key is None else cu_seqlens_key,
+        value,
+        causal,
+        window,
+        mask,
+        score,
+        lengths,
+        scale,
+        dropout_p,
+        dropout_seed,
+        deterministic,
+        schedule,
+    )
+    return ops.run(problem, query, key, value, gives_lse=False)[0]
 
 
 def attention_varlen_with_lse(
@@ -240,7 +248,7 @@ def attention_varlen_with_lse(
         deterministic,
         schedule,
     )
-    return Output(*ops.run(problem, query, key, value))
+    return Output(*ops.run(problem, query, key, value, gives_lse=True))
 
 
 def plan(

@@ -42,8 +42,8 @@ CPU = (
     # few scores: dense has fewer operations, and its backward need not compute them again
     Choice(False, ("float32", "low", "native"), ("changed",), ("dense", "tiled"), scores=2**18),
     Choice(False, ("float32", "low", "native"), ("plain", "causal", "band", "masked", "ragged", "changed"), ("aten",)),
-    # aten's backward masks what tiled leaves out
-    Choice(True, ("float32",), ("causal", "band"), ("tiled", "aten"), length=512),
+    # aten's backward masks much of what tiled leaves out
+    Choice(True, ("float32",), ("band",), ("tiled", "aten"), length=512),
     Choice(True, ("float32",), ("plain", "causal", "band", "masked", "ragged"), ("aten", "tiled")),
     # it runs a thread for each head, and its products in bfloat16 need some length
     Choice(True, ("native",), ("plain", "causal", "masked", "ragged"), ("aten", "tiled"), length=512, heads=8),
@@ -99,5 +99,15 @@ def _dtype_of(dtype: torch.dtype) -> str:
 @cache
 def multiplies_bfloat16() -> bool:
     """Whether this processor has instructions for products in bfloat16 that torch uses."""
-    asked = (getattr(torch.cpu, name, None) for name in ("_is_avx512_bf16_supported", "_is_amx_tile_supported"))
-    return any(ask is not None and ask() for ask in asked)
+    return _has("_is_avx512_bf16_supported") or has_bfloat16_tiles()
+
+
+@cache
+def has_bfloat16_tiles() -> bool:
+    """Whether this processor multiplies tiles in bfloat16, many times as fast as in float32."""
+    return _has("_is_amx_tile_supported")
+
+
+def _has(question: str) -> bool:
+    ask = getattr(torch.cpu, question, None)
+    return ask is not None and bool(ask())

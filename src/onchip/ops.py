@@ -91,17 +91,19 @@ def _forward(
 ) -> tuple[Tensor, Tensor]:
     problem = Problem.lift(query, key, value, tensors, spec, ints, floats)
     check_values(problem)
-    return _compute(dispatch.Ready(problem), query, key, value, saves=True)
+    return _compute(dispatch.Ready(problem), query, key, value, saves=True, gives_lse=True)
 
 
-def _compute(ready: dispatch.Ready, query: Tensor, key: Tensor, value: Tensor, *, saves: bool) -> tuple[Tensor, Tensor]:
+def _compute(
+    ready: dispatch.Ready, query: Tensor, key: Tensor, value: Tensor, *, saves: bool, gives_lse: bool
+) -> tuple[Tensor, Tensor]:
     if autocasts(query.device):
         with torch.autocast(query.device.type, enabled=False):
-            return _compute(ready, query, key, value, saves=saves)
+            return _compute(ready, query, key, value, saves=saves, gives_lse=gives_lse)
     done: tuple[Tensor, Tensor, Tensor] | None = None
     for schedule in ready.forward:
         assert schedule.forward is not None, "a composite schedule does not run inside an operator"
-        out, lse, *lost = schedule.forward(ready.problem, query, key, value, saves=saves)
+        out, lse, *lost = schedule.forward(ready.problem, query, key, value, saves=saves, gives_lse=gives_lse)
         if done is not None:
             rows = done[2].mT if ready.problem.layout == "packed" else done[2]
             out, lse = torch.where(rows[..., None], out, done[0]), torch.where(done[2], lse, done[1])
@@ -213,10 +215,17 @@ class _Direct(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, ready: dispatch.Ready, rest: Any, *tensors: Tensor
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        ready: dispatch.Ready,
+        gives_lse: bool,
+        rest: Any,
+        *tensors: Tensor,
     ) -> Any:
         with torch._C._AutoDispatchBelowAutograd():
-            out, lse = _compute(ready, query, key, value, saves=True)
+            out, lse = _compute(ready, query, key, value, saves=True, gives_lse=gives_lse)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(query, key, value, out, lse, *tensors)
         ctx.ready, ctx.rest = ready if rest is None else None, rest
@@ -225,9 +234,9 @@ class _Direct(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> Any:
         query, key, value, out, lse, *tensors = ctx.saved_tensors
-        needs = [*ctx.needs_input_grad[:3], *ctx.needs_input_grad[5:]]
+        needs = [*ctx.needs_input_grad[:3], *ctx.needs_input_grad[6:]]
         if (grad_out is None and grad_lse is None) or not any(needs):
-            return (None,) * (5 + len(tensors))
+            return (None,) * (6 + len(tensors))
         gradients: Sequence[Tensor | None]
         if torch.is_grad_enabled() or is_observed(query, key, value):
             rest = ctx.ready.problem.lower()[1:] if ctx.rest is None else ctx.rest
@@ -237,7 +246,7 @@ class _Direct(torch.autograd.Function):
             ready = ctx.ready or dispatch.Ready(Problem.lift(query, key, value, tensors, *ctx.rest))
             with torch._C._AutoDispatchBelowAutograd():
                 gradients = _differentiate(ready, grad_out, grad_lse, query, key, value, out, lse, tensors, needs)
-        return (*gradients[:3], None, None, *gradients[3:])
+        return (*gradients[:3], None, None, None, *gradients[3:])
 
 
 class _AttentionBackward(torch.autograd.Function):
@@ -417,9 +426,10 @@ torch.library.register_vmap("onchip::attention_backward", _backward_vmap, lib=_L
 # Running a problem
 
 
-def run(problem: Problem, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+def run(problem: Problem, query: Tensor, key: Tensor, value: Tensor, *, gives_lse: bool) -> tuple[Tensor, Tensor]:
     """Output and LSE of a problem: directly in plain eager code, else by the operator or as composite torch.
 
+    Without `gives_lse` the LSE is there for a backward only and may be less exact than float32.
     The operator's way through the dispatcher costs more than a small problem; it is there for what looks at operators.
     """
     tensors, spec, ints, floats = problem.lower()
@@ -427,7 +437,7 @@ def run(problem: Problem, query: Tensor, key: Tensor, value: Tensor) -> tuple[Te
         check_values(problem)
         if dispatch.goes_composite(problem):
             return composite(problem, query, key, value)
-        return run_directly(dispatch.Ready(problem), query, key, value, (spec, ints, floats), tensors)
+        return run_directly(dispatch.Ready(problem), query, key, value, gives_lse, (spec, ints, floats), tensors)
     schedule, _ = dispatch.choose(problem, transformed=_transformed() or UNTRACED in spec, measured=False)
     if schedule.composite:
         return composite(problem, query, key, value)
@@ -439,6 +449,7 @@ def run_directly(
     query: Tensor,
     key: Tensor,
     value: Tensor,
+    gives_lse: bool,
     rest: tuple[str, Sequence[int], Sequence[float]] | None = None,
     tensors: Sequence[Tensor] = (),
 ) -> tuple[Tensor, Tensor]:
@@ -451,9 +462,9 @@ def run_directly(
     ):
         # a named schedule that has no backward says so now
         assert ready.backward
-        return _Direct.apply(query, key, value, ready, rest, *tensors)
+        return _Direct.apply(query, key, value, ready, gives_lse, rest, *tensors)
     with torch._C._AutoDispatchBelowAutograd():
-        return _compute(ready, query, key, value, saves=False)
+        return _compute(ready, query, key, value, saves=False, gives_lse=gives_lse)
 
 
 _PLAIN = (Tensor, torch.nn.Parameter)

@@ -8,7 +8,8 @@ It takes one head dim for all three inputs, which zeros fill up. It multiplies h
 them out. So when a result is not finite, the call runs again with 0 in place of what is not, and rows that saw such a
 thing go to another schedule.
 
-The forward computes in float32: in low precision the kernel takes as long or longer, and its LSE is less exact.
+The forward computes in float32: in low precision the kernel takes as long or longer, and its LSE is less exact. Only a
+processor with tiles for bfloat16 (AMX) is far faster in that, and computes in it where the LSE is no result.
 """
 
 from __future__ import annotations

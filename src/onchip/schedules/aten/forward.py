@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from onchip.choices import has_bfloat16_tiles
 from onchip.problem import Problem
 from onchip.schedules.aten.tiles import Block, blocks, causality, folds, scales_exactly, widened
 from onchip.scores import Bias
@@ -22,19 +24,21 @@ _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 
 
 def forward(
-    problem: Problem, query: Tensor, key: Tensor, value: Tensor, *, saves: bool
+    problem: Problem, query: Tensor, key: Tensor, value: Tensor, *, saves: bool, gives_lse: bool
 ) -> tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor]:
     """Output in the query's stride order and dtype, LSE, and rows that another schedule must compute, if there are any.
 
     Args:
         saves: a backward may follow, whose weights must fit the LSE.
+        gives_lse: the LSE is a result, as exact as float32 is, and not only for a backward.
     """
-    out, lse, hides = _forward(problem, query, key, value, saves)
+    native = problem.dtype == torch.bfloat16 and not gives_lse and has_bfloat16_tiles()
+    out, lse, hides = _forward(problem, query, key, value, saves, native)
     # the kernel gives 0 for a row whose scores are all minus infinity
     if int(torch.count_nonzero(lse)) == lse.numel() and not (hides and not math.isfinite(out.sum())):
         return out, lse
     clean_query, clean_key, clean_value, lost = cleaned(problem, query, key, value)
-    out, lse, _ = _forward(problem, clean_query, clean_key, clean_value, saves)
+    out, lse, _ = _forward(problem, clean_query, clean_key, clean_value, saves, native)
     return out, lse, lost | (lse == 0) | _by_row(problem, ~torch.isfinite(out).all(-1))
 
 
@@ -51,7 +55,7 @@ def cleaned(problem: Problem, query: Tensor, key: Tensor, value: Tensor) -> tupl
     marks = bad[..., None].to(torch.float32).expand(*bad.shape, problem.dim_v)
     blank = replace(problem, scores=scores, dtype=torch.float32)
     zero = torch.zeros((), dtype=torch.float32)
-    seen, _, _ = _forward(blank, zero.expand(query.shape), zero.expand(key.shape), marks, False)
+    seen, _, _ = _forward(blank, zero.expand(query.shape), zero.expand(key.shape), marks, False, False)
     lost = _by_row(problem, bad_rows | (seen[..., 0] > 0))
     return (
         query.masked_fill(bad_rows[..., None], 0.0),
@@ -66,19 +70,21 @@ def _by_row(problem: Problem, rows: Tensor) -> Tensor:
     return rows.mT if problem.layout == "packed" else rows
 
 
-def _forward(problem: Problem, query: Tensor, key: Tensor, value: Tensor, saves: bool) -> tuple[Tensor, Tensor, bool]:
+def _forward(
+    problem: Problem, query: Tensor, key: Tensor, value: Tensor, saves: bool, native: bool
+) -> tuple[Tensor, Tensor, bool]:
     """Output, LSE, and whether anything is hidden inside a block."""
-    prescale = saves and not scales_exactly(problem.scale)
+    how = _How(problem.scale, saves and not native and not scales_exactly(problem.scale), native)
     causal = causality(problem.band, problem.length_q) if problem.band is not None else None
     if causal is not None and query.numel() and key.numel():
-        if query.numel() <= 2 * PIECE or (query.dtype == torch.float32 and not prescale):
-            out, lse = _attend(query, key, value, problem.scale, prescale, None, causal)
+        if query.numel() <= 2 * PIECE or native or (query.dtype == torch.float32 and not how.prescale):
+            out, lse = _attend(query, key, value, how, None, causal)
             if out.dtype != query.dtype or not is_ordered(out, query):
                 out = empty_ordered(tuple(out.shape), query, query.dtype).copy_(out)
             return out, lse.contiguous(), causal
         out, lse = _empty(problem, query)
         whole = Block(slice(0, problem.batch), slice(0, problem.length_q), slice(0, problem.length_k), causal)
-        _write(out, lse, query, key, value, problem.scale, prescale, whole)
+        _write(out, lse, query, key, value, how, whole)
         return out, lse, causal
     out, lse = _empty(problem, query)
     if problem.layout != "dense":
@@ -87,8 +93,16 @@ def _forward(problem: Problem, query: Tensor, key: Tensor, value: Tensor, saves:
     for segment in segments(problem):
         inputs = (segment.of_rows(query), segment.of_columns(key), segment.of_columns(value))
         for block in blocks(problem, segment):
-            _write(segment.of_rows(out), segment.of_lse(lse), *inputs, problem.scale, prescale, block)
+            _write(segment.of_rows(out), segment.of_lse(lse), *inputs, how, block)
     return out, lse, True
+
+
+class _How(NamedTuple):
+    """How a call of the kernel computes: the scale, whether queries are scaled before, and whether in bfloat16."""
+
+    scale: float
+    prescale: bool
+    native: bool
 
 
 def _empty(problem: Problem, query: Tensor) -> tuple[Tensor, Tensor]:
@@ -97,9 +111,7 @@ def _empty(problem: Problem, query: Tensor) -> tuple[Tensor, Tensor]:
     return out, torch.empty(lse_shape, dtype=problem.score_dtype)
 
 
-def _write(
-    out: Tensor, lse: Tensor, query: Tensor, key: Tensor, value: Tensor, scale: float, prescale: bool, block: Block
-) -> None:
+def _write(out: Tensor, lse: Tensor, query: Tensor, key: Tensor, value: Tensor, how: _How, block: Block) -> None:
     """Write a block of (sequences, heads, rows, dim) and (sequences, heads, rows)."""
     batch, rows, columns = block.batch, block.rows, block.columns
     out, lse = out[batch, :, rows], lse[batch, :, rows]
@@ -114,7 +126,7 @@ def _write(
             added = added[
                 tuple(slice(None) if size == 1 else part for size, part in zip(added.shape, place, strict=False))
             ]
-        part, part_lse = _attend(query[place], key[place_k], value[place_k], scale, prescale, added, block.causal)
+        part, part_lse = _attend(query[place], key[place_k], value[place_k], how, added, block.causal)
         out[place] = part
         lse[place] = part_lse
     if block.empty is not None:
@@ -137,13 +149,15 @@ def _pieces(query: Tensor, key: Tensor) -> Iterator[tuple[tuple[slice, slice], t
 
 
 def _attend(
-    query: Tensor, key: Tensor, value: Tensor, scale: float, prescale: bool, added: Tensor | None, causal: bool
+    query: Tensor, key: Tensor, value: Tensor, how: _How, added: Tensor | None, causal: bool
 ) -> tuple[Tensor, Tensor]:
-    """Output and LSE in float32, (sequences, heads, rows, dim) and (sequences, heads, rows)."""
-    if prescale:
+    """Output, in float32 unless native, and LSE, (sequences, heads, rows, dim) and (sequences, heads, rows)."""
+    scale, dim_v = how.scale, value.shape[-1]
+    if how.prescale:
         query, scale = query.to(torch.float32) * scale, 1.0
-    dim_v = value.shape[-1]
-    query, key, value = widened(query.float(), key.float(), value.float())
+    if not how.native:
+        query, key, value = query.float(), key.float(), value.float()
+    query, key, value = widened(query, key, value)
     if added is None and folds(query, key):
         batch, heads, rows, dim = query.shape
         inputs = (part.reshape(batch * heads, 1, *part.shape[2:]) for part in (query, key, value))
