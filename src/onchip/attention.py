@@ -73,9 +73,9 @@ def attention(
     Source: Vaswani et al. 2017, section 3.2.1; Dao 2023, FlashAttention-2, algorithms 1 and 2.
     """
     if mask is None and score is None and lengths is None and window is None and dropout_seed is None:
-        ready = _ready(query, key, value, causal, scale, dropout_p, deterministic, schedule)
+        ready = _ready(query, key, value, causal, scale, dropout_p, deterministic, schedule, False)
         if ready is not None:
-            return ops.run_directly(ready, query, key, value, False)[0]
+            return ops.run_directly(ready, query, key, value)[0]
     query, key, value = _autocast(query, key, value)
     check_inputs(query, key, value, packed=False)
     problem = _bind(
@@ -94,8 +94,9 @@ def attention(
         dropout_seed,
         deterministic,
         schedule,
+        False,
     )
-    return ops.run(problem, query, key, value, gives_lse=False)[0]
+    return ops.run(problem, query, key, value)[0]
 
 
 def attention_with_lse(
@@ -123,9 +124,9 @@ def attention_with_lse(
     Arguments and errors are those of `attention`.
     """
     if mask is None and score is None and lengths is None and window is None and dropout_seed is None:
-        ready = _ready(query, key, value, causal, scale, dropout_p, deterministic, schedule)
+        ready = _ready(query, key, value, causal, scale, dropout_p, deterministic, schedule, True)
         if ready is not None:
-            return Output(*ops.run_directly(ready, query, key, value, True))
+            return Output(*ops.run_directly(ready, query, key, value))
     query, key, value = _autocast(query, key, value)
     check_inputs(query, key, value, packed=False)
     problem = _bind(
@@ -144,8 +145,9 @@ def attention_with_lse(
         dropout_seed,
         deterministic,
         schedule,
+        True,
     )
-    return Output(*ops.run(problem, query, key, value, gives_lse=True))
+    return Output(*ops.run(problem, query, key, value))
 
 
 def attention_varlen(
@@ -200,8 +202,9 @@ def attention_varlen(
         dropout_seed,
         deterministic,
         schedule,
+        False,
     )
-    return ops.run(problem, query, key, value, gives_lse=False)[0]
+    return ops.run(problem, query, key, value)[0]
 
 
 def attention_varlen_with_lse(
@@ -247,8 +250,9 @@ def attention_varlen_with_lse(
         dropout_seed,
         deterministic,
         schedule,
+        True,
     )
-    return Output(*ops.run(problem, query, key, value, gives_lse=True))
+    return Output(*ops.run(problem, query, key, value))
 
 
 def plan(
@@ -292,6 +296,7 @@ def plan(
         0 if dropout_seed is None else dropout_seed,
         deterministic,
         schedule,
+        False,
     )
     notes = ("causal=True aligns to the bottom right; SDPA's is_causal aligns to the top left",) if causal else ()
     return ops.plan(problem, notes)
@@ -338,6 +343,7 @@ def plan_varlen(
         0 if dropout_seed is None else dropout_seed,
         deterministic,
         schedule,
+        False,
     )
     return ops.plan(problem, ())
 
@@ -357,6 +363,7 @@ def _ready(
     dropout_p: Any,
     deterministic: Any,
     schedule: Any,
+    gives_lse: bool,
 ) -> dispatch.Ready | None:
     """A plain call's problem and schedules, found at the first call with these facts; None where more must be asked."""
     if (
@@ -373,14 +380,14 @@ def _ready(
         deterministic = torch.are_deterministic_algorithms_enabled()
     facts = (
         *(query.shape, key.shape, value.shape, query.dtype, key.dtype, value.dtype),
-        *(query.device, key.device, value.device, causal, scale, bool(deterministic), schedule),
+        *(query.device, key.device, value.device, causal, scale, bool(deterministic), schedule, gives_lse),
     )
     ready = _READY.get(facts)
     if ready is None:
         check_inputs(query, key, value, packed=False)
         nothing = (None, None, None)
         problem = _bind(
-            query, key, None, None, value, causal, *nothing, None, scale, 0.0, None, deterministic, schedule
+            query, key, None, None, value, causal, *nothing, None, scale, 0.0, None, deterministic, schedule, gives_lse
         )
         ready = dispatch.Ready(problem)
         if len(_READY) >= _MOST:
@@ -415,6 +422,7 @@ def _bind(
     dropout_seed: int | Tensor | None,
     deterministic: bool | None,
     schedule: str | None,
+    gives_lse: bool,
 ) -> Problem:
     device = query.device
     if cu_seqlens_query is not None:
@@ -446,6 +454,7 @@ def _bind(
         key_lengths=key_lengths,
         deterministic=torch.are_deterministic_algorithms_enabled() if deterministic is None else bool(deterministic),
         schedule=schedule,
+        gives_lse=gives_lse,
     )
     problem.check_static()
     return problem

@@ -91,19 +91,17 @@ def _forward(
 ) -> tuple[Tensor, Tensor]:
     problem = Problem.lift(query, key, value, tensors, spec, ints, floats)
     check_values(problem)
-    return _compute(dispatch.Ready(problem), query, key, value, saves=True, gives_lse=True)
+    return _compute(dispatch.Ready(problem), query, key, value, saves=True)
 
 
-def _compute(
-    ready: dispatch.Ready, query: Tensor, key: Tensor, value: Tensor, *, saves: bool, gives_lse: bool
-) -> tuple[Tensor, Tensor]:
+def _compute(ready: dispatch.Ready, query: Tensor, key: Tensor, value: Tensor, *, saves: bool) -> tuple[Tensor, Tensor]:
     if autocasts(query.device):
         with torch.autocast(query.device.type, enabled=False):
-            return _compute(ready, query, key, value, saves=saves, gives_lse=gives_lse)
+            return _compute(ready, query, key, value, saves=saves)
     done: tuple[Tensor, Tensor, Tensor] | None = None
     for schedule in ready.forward:
         assert schedule.forward is not None, "a composite schedule does not run inside an operator"
-        out, lse, *lost = schedule.forward(ready.problem, query, key, value, saves=saves, gives_lse=gives_lse)
+        out, lse, *lost = schedule.forward(ready.problem, query, key, value, saves=saves)
         if done is not None:
             rows = done[2].mT if ready.problem.layout == "packed" else done[2]
             out, lse = torch.where(rows[..., None], out, done[0]), torch.where(done[2], lse, done[1])
@@ -192,7 +190,7 @@ def _backward_fake(
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, rest: tuple[Any, ...], *tensors: Tensor) -> Any:
-        with torch._C._AutoDispatchBelowAutograd():
+        with torch._C._AutoDispatchBelowADInplaceOrView():
             out, lse = _attention(query, key, value, list(tensors), *rest)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(query, key, value, out, lse, *tensors)
@@ -220,12 +218,11 @@ class _Direct(torch.autograd.Function):
         key: Tensor,
         value: Tensor,
         ready: dispatch.Ready,
-        gives_lse: bool,
         rest: Any,
         *tensors: Tensor,
     ) -> Any:
-        with torch._C._AutoDispatchBelowAutograd():
-            out, lse = _compute(ready, query, key, value, saves=True, gives_lse=gives_lse)
+        with torch._C._AutoDispatchBelowADInplaceOrView():
+            out, lse = _compute(ready, query, key, value, saves=True)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(query, key, value, out, lse, *tensors)
         ctx.ready, ctx.rest = ready if rest is None else None, rest
@@ -234,9 +231,9 @@ class _Direct(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> Any:
         query, key, value, out, lse, *tensors = ctx.saved_tensors
-        needs = [*ctx.needs_input_grad[:3], *ctx.needs_input_grad[6:]]
+        needs = [*ctx.needs_input_grad[:3], *ctx.needs_input_grad[5:]]
         if (grad_out is None and grad_lse is None) or not any(needs):
-            return (None,) * (6 + len(tensors))
+            return (None,) * (5 + len(tensors))
         gradients: Sequence[Tensor | None]
         if torch.is_grad_enabled() or is_observed(query, key, value):
             rest = ctx.ready.problem.lower()[1:] if ctx.rest is None else ctx.rest
@@ -244,9 +241,9 @@ class _Direct(torch.autograd.Function):
             gradients = [next(found) if need else None for need in needs]
         else:
             ready = ctx.ready or dispatch.Ready(Problem.lift(query, key, value, tensors, *ctx.rest))
-            with torch._C._AutoDispatchBelowAutograd():
+            with torch._C._AutoDispatchBelowADInplaceOrView():
                 gradients = _differentiate(ready, grad_out, grad_lse, query, key, value, out, lse, tensors, needs)
-        return (*gradients[:3], None, None, None, *gradients[3:])
+        return (*gradients[:3], None, None, *gradients[3:])
 
 
 class _AttentionBackward(torch.autograd.Function):
@@ -267,7 +264,7 @@ class _AttentionBackward(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(grad_out, grad_lse, query, key, value, *tensors)
         ctx.rest, ctx.needs = rest, needs
-        with torch._C._AutoDispatchBelowAutograd():
+        with torch._C._AutoDispatchBelowADInplaceOrView():
             return tuple(
                 _attention_backward(grad_out, grad_lse, query, key, value, out, lse, list(tensors), *rest, needs)
             )
@@ -329,7 +326,7 @@ def _forward_autograd(
 ) -> Any:
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (query, key, value, *tensors)):
         return _Attention.apply(query, key, value, (spec, ints, floats), *tensors)
-    with torch._C._AutoDispatchBelowAutograd():
+    with torch._C._AutoDispatchBelowADInplaceOrView():
         return _attention(query, key, value, tensors, spec, ints, floats)
 
 
@@ -351,7 +348,7 @@ def _backward_autograd(
     variables = [tensor for tensor in (grad_out, grad_lse, query, key, value, *tensors) if tensor is not None]
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in variables):
         return list(_AttentionBackward.apply(grad_out, grad_lse, query, key, value, out, lse, rest, needs, *tensors))
-    with torch._C._AutoDispatchBelowAutograd():
+    with torch._C._AutoDispatchBelowADInplaceOrView():
         return _attention_backward(grad_out, grad_lse, query, key, value, out, lse, tensors, *rest, needs)
 
 
@@ -426,10 +423,9 @@ torch.library.register_vmap("onchip::attention_backward", _backward_vmap, lib=_L
 # Running a problem
 
 
-def run(problem: Problem, query: Tensor, key: Tensor, value: Tensor, *, gives_lse: bool) -> tuple[Tensor, Tensor]:
+def run(problem: Problem, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
     """Output and LSE of a problem: directly in plain eager code, else by the operator or as composite torch.
 
-    Without `gives_lse` the LSE is there for a backward only and may be less exact than float32.
     The operator's way through the dispatcher costs more than a small problem; it is there for what looks at operators.
     """
     tensors, spec, ints, floats = problem.lower()
@@ -437,7 +433,7 @@ def run(problem: Problem, query: Tensor, key: Tensor, value: Tensor, *, gives_ls
         check_values(problem)
         if dispatch.goes_composite(problem):
             return composite(problem, query, key, value)
-        return run_directly(dispatch.Ready(problem), query, key, value, gives_lse, (spec, ints, floats), tensors)
+        return run_directly(dispatch.Ready(problem), query, key, value, (spec, ints, floats), tensors)
     schedule, _ = dispatch.choose(problem, transformed=_transformed() or UNTRACED in spec, measured=False)
     if schedule.composite:
         return composite(problem, query, key, value)
@@ -449,7 +445,6 @@ def run_directly(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    gives_lse: bool,
     rest: tuple[str, Sequence[int], Sequence[float]] | None = None,
     tensors: Sequence[Tensor] = (),
 ) -> tuple[Tensor, Tensor]:
@@ -462,9 +457,9 @@ def run_directly(
     ):
         # a named schedule that has no backward says so now
         assert ready.backward
-        return _Direct.apply(query, key, value, ready, gives_lse, rest, *tensors)
-    with torch._C._AutoDispatchBelowAutograd():
-        return _compute(ready, query, key, value, saves=False, gives_lse=gives_lse)
+        return _Direct.apply(query, key, value, ready, rest, *tensors)
+    with torch._C._AutoDispatchBelowADInplaceOrView():
+        return _compute(ready, query, key, value, saves=False)
 
 
 _PLAIN = (Tensor, torch.nn.Parameter)

@@ -28,6 +28,7 @@ Lowered = tuple[list[Tensor], str, list[int], list[float]]
 class Problem:
     """One attention problem. `length_q` and `length_k` are token counts when packed.
 
+    `gives_lse` says that the LSE is a result; without it the LSE serves a backward only and may be less exact.
     `mask` is a value of `onchip.masks` or None, `scores` the ordered values of `onchip.scores`.
     """
 
@@ -52,6 +53,7 @@ class Problem:
     key_lengths: Tensor | None
     deterministic: bool
     schedule: str | None
+    gives_lse: bool
 
     # Between a call and an operator
 
@@ -67,7 +69,8 @@ class Problem:
         scale = len(writer.floats) - 1
         dropout = "None" if self.seed is None else f"({writer.real(self.dropout_p)},{writer.tensor(self.seed)})"
         schedule = "None" if self.schedule is None else f"'{self.schedule}'"
-        spec = f"('{self.layout}',({layout}),{mask},{scores},{scale},{dropout},{self.deterministic},{schedule})"
+        flags = f"{self.deterministic},{schedule},{self.gives_lse}"
+        spec = f"('{self.layout}',({layout}),{mask},{scores},{scale},{dropout},{flags})"
         return writer.tensors, spec, writer.ints, writer.floats
 
     @staticmethod
@@ -80,7 +83,7 @@ class Problem:
         ints: Sequence[int],
         floats: Sequence[float],
     ) -> Problem:
-        layout, layout_tensors, mask, scores, scale, dropout, deterministic, schedule = parse(spec)
+        layout, layout_tensors, mask, scores, scale, dropout, deterministic, schedule, gives_lse = parse(spec)
         reader = Reader(tensors, ints, floats)
         cu_q, cu_k, lengths_q, lengths_k = (reader.maybe_tensor(place) for place in layout_tensors)
         return Problem(
@@ -96,6 +99,7 @@ class Problem:
             key_lengths=lengths_k,
             deterministic=deterministic,
             schedule=schedule,
+            gives_lse=gives_lse,
         )
 
     # What schedules ask

@@ -24,15 +24,14 @@ _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 
 
 def forward(
-    problem: Problem, query: Tensor, key: Tensor, value: Tensor, *, saves: bool, gives_lse: bool
+    problem: Problem, query: Tensor, key: Tensor, value: Tensor, *, saves: bool
 ) -> tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor]:
     """Output in the query's stride order and dtype, LSE, and rows that another schedule must compute, if there are any.
 
     Args:
         saves: a backward may follow, whose weights must fit the LSE.
-        gives_lse: the LSE is a result, as exact as float32 is, and not only for a backward.
     """
-    native = problem.dtype == torch.bfloat16 and not gives_lse and has_bfloat16_tiles()
+    native = problem.dtype == torch.bfloat16 and not problem.gives_lse and has_bfloat16_tiles()
     out, lse, hides = _forward(problem, query, key, value, saves, native)
     # the kernel gives 0 for a row whose scores are all minus infinity
     if int(torch.count_nonzero(lse)) == lse.numel() and not (hides and not math.isfinite(out.sum())):

@@ -27,9 +27,7 @@ from onchip.segments import segments
 from onchip.strides import empty_ordered
 
 
-def forward(
-    problem: Problem, query: Tensor, key: Tensor, value: Tensor, *, saves: bool, gives_lse: bool
-) -> tuple[Tensor, Tensor]:
+def forward(problem: Problem, query: Tensor, key: Tensor, value: Tensor, *, saves: bool) -> tuple[Tensor, Tensor]:
     """Output in the query's stride order and dtype, LSE in float32 (float64 for float64), whatever follows."""
     *plain, last = carefulness(problem)
     for careful in plain:
