@@ -25,7 +25,8 @@ class Choice:
             multiplies it).
         kinds: of `kind_of`.
         first: schedules, the best one first.
-        length: fits from so many keys on (per sequence). heads: fits from so many heads of all sequences on.
+        length, below: fits from so many keys per sequence on, and below so many. heads: fits from so many heads of all
+            sequences on.
         scores: fits up to so many scores in all.
     """
 
@@ -34,6 +35,7 @@ class Choice:
     kinds: tuple[str, ...]
     first: tuple[str, ...]
     length: int = 0
+    below: int | None = None
     heads: int = 0
     scores: int | None = None
 
@@ -41,6 +43,8 @@ class Choice:
 CPU = (
     # few scores: dense has fewer operations, and its backward need not compute them again
     Choice(False, ("float32", "low", "native"), ("changed",), ("dense", "tiled"), scores=2**18),
+    # a block of aten's holds more of a short band's surroundings than a tile does
+    Choice(False, ("float32", "low", "native"), ("band",), ("tiled", "aten"), length=512, below=1024),
     Choice(False, ("float32", "low", "native"), ("plain", "causal", "band", "masked", "ragged", "changed"), ("aten",)),
     # aten's backward masks much of what tiled leaves out
     Choice(True, ("float32",), ("band",), ("tiled", "aten"), length=512),
@@ -83,6 +87,7 @@ def preferred(problem: Problem, backward: bool) -> tuple[str, ...]:
             and kind in row.kinds
             and dtype in row.dtypes
             and length >= row.length
+            and (row.below is None or length < row.below)
             and heads >= row.heads
             and (row.scores is None or scores <= row.scores)
         ):
