@@ -142,3 +142,36 @@ def test_masks_of_each_sequence_are_clipped_alike():
         want = onchip.attention_with_lse(query, key, value, mask=masks.tensor(mask), schedule="dense")
         torch.testing.assert_close(got.out, want.out, rtol=1e-5, atol=1e-6)
         torch.testing.assert_close(got.lse, want.lse, rtol=1e-5, atol=1e-6)
+
+
+def test_every_argument_is_another_call():
+    """The same shapes with other flags are not answered from what is remembered."""
+    leaves = torch.randn(3, 1, 2, 24, 8).unbind()
+    for options in ({}, {"causal": True}, {"scale": 0.5}, {"scale": 2.0, "causal": True}):
+        for schedule in (None, "aten", "tiled"):
+            got = onchip.attention_with_lse(*leaves, **options, schedule=schedule)
+            want = onchip.attention_with_lse(*leaves, **options, schedule="dense")
+            torch.testing.assert_close(got.out, want.out, rtol=1e-5, atol=1e-6)
+            torch.testing.assert_close(got.lse, want.lse, rtol=1e-5, atol=1e-6)
+    assert onchip.attention(*leaves, causal=True, schedule="tiled").shape == (1, 2, 24, 8)
+
+
+@pytest.mark.parametrize("poisoned", [False, True])
+def test_aten_itself_treats_rows_that_see_nothing(poisoned):
+    """No other schedule may be needed, not even where hidden keys and the gradients of such rows hold anything."""
+    leaves = [leaf.requires_grad_() for leaf in torch.randn(3, 2, 2, 30, 8).unbind()]
+    keep = torch.rand(2, 1, 30, 30) < 0.5
+    keep[:, :, 5:9], keep[..., 20:] = False, False
+    gradient = torch.randn(2, 2, 30, 8)
+    found = {}
+    for schedule in ("aten", "dense"):
+        query, key, value = leaves
+        if poisoned and schedule == "aten":
+            hidden = (torch.arange(30) >= 20)[:, None]
+            key, value = (torch.where(hidden, float("nan"), leaf) for leaf in (key, value))
+            gradient = gradient.index_fill(2, torch.arange(5, 9), float("inf"))
+        out = onchip.attention(query, key, value, mask=masks.tensor(keep), schedule=schedule)
+        used = gradient if schedule == "aten" else gradient.nan_to_num(posinf=0.0)
+        found[schedule] = (out, *torch.autograd.grad(out, leaves, used))
+    for got, want in zip(found["aten"], found["dense"], strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
