@@ -66,6 +66,8 @@ def cases(quick: bool = False) -> list[Case]:
         *_grid("float32", DIRECTIONS, torch.float32, None, 1.0, 0.95, quick),
         *_grid("tiled", DIRECTIONS, torch.float32, "tiled", 0.85, 0.75, quick),
         *_grid("bfloat16", DIRECTIONS[1:], torch.bfloat16, None, 3.0, 2.0, quick),
+        # shorter, for PyTorch takes seconds
+        *_grid("float16", DIRECTIONS[1:], torch.float16, None, 3.0, 2.0, quick, lengths=(2048,)),
     ]
 
     def add(name: str, direction: str, goal: float, floor: float, prepare: Callable[[], Prepared]) -> None:
@@ -185,8 +187,9 @@ def _grid(
     goal: float,
     floor: float,
     quick: bool,
+    lengths: Sequence[int] = (2048, 4096),
 ) -> list[Case]:
-    lengths = [_shorter(length, quick) for length in (2048, 4096)]
+    lengths = [_shorter(length, quick) for length in lengths]
     return [
         Case(
             name=f"{group} n{length} d{dim} {'causal' if causal else 'full'}",
