@@ -11,6 +11,7 @@ from functools import cache
 
 import torch
 
+from onchip.masks import causality
 from onchip.problem import Problem
 from onchip.scores import Bias
 
@@ -59,18 +60,16 @@ def kind_of(problem: Problem) -> str:
     """What a problem asks for beside plain attention.
 
     "changed" (scores other than a bias, or dropout), "ragged" (packed, or padded with lengths), "plain", "causal"
-    (column <= row), "band" (another one) or "masked".
+    (column <= row), "band" (another one) or "masked" (any other mask, or a bias).
     """
     if problem.seed is not None or not all(isinstance(score, Bias) for score in problem.scores):
         return "changed"
     if problem.layout != "dense":
         return "ragged"
-    if problem.mask is None:
-        return "plain"
     if problem.band is None:
         return "masked"
-    low, high = problem.band
-    return "causal" if high == 0 and (low is None or low <= 1 - problem.length_q) else "band"
+    causal = causality(problem.band, problem.length_q)
+    return "band" if causal is None else "causal" if causal else "plain"
 
 
 def preferred(problem: Problem, backward: bool) -> tuple[str, ...]:

@@ -91,6 +91,13 @@ class Mask(ABC):
         return iter(())
 
 
+def causality(band: tuple[int | None, int | None] | None, rows: int) -> bool | None:
+    """Whether a band over so many rows is column <= row: False if it hides nothing, None if another, or no band."""
+    if band is None or (band[0] is not None and band[0] > 1 - rows):
+        return None
+    return False if band[1] is None else True if band[1] == 0 else None
+
+
 def _mask(sign: str, value: object) -> Mask:
     if isinstance(value, Tensor):
         return tensor(value)

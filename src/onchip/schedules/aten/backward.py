@@ -8,9 +8,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from onchip.masks import causality
 from onchip.problem import Problem
 from onchip.schedules.aten.forward import cleaned
-from onchip.schedules.aten.tiles import blocks, causality, folds, scales_exactly, widened
+from onchip.schedules.aten.tiles import blocks, folds, scales_exactly, widened
 from onchip.segments import segments
 from onchip.strides import laid_out
 
@@ -63,7 +64,7 @@ def _backward(
     lse: Tensor,
 ) -> tuple[Sequence[Tensor], bool]:
     """Gradients of query, key and value, and whether anything is hidden inside a block."""
-    causal = causality(problem.band, problem.length_q) if problem.band is not None else None
+    causal = causality(problem.band, problem.length_q)
     if causal is not None and query.numel() and key.numel():
         found = _differentiate(problem.scale, query, key, value, grad_out, out, lse, grad_lse, None, causal)
         return [laid_out(part, like) for part, like in zip(found, (query, key, value), strict=True)], causal

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from onchip.choices import has_bfloat16_tiles
+from onchip.masks import causality
 from onchip.problem import Problem
-from onchip.schedules.aten.tiles import Block, blocks, causality, folds, scales_exactly, widened
+from onchip.schedules.aten.tiles import Block, blocks, folds, scales_exactly, widened
 from onchip.scores import Bias
 from onchip.segments import segments
 from onchip.strides import empty_ordered, is_ordered
@@ -74,7 +75,7 @@ def _forward(
 ) -> tuple[Tensor, Tensor, bool]:
     """Output, LSE, and whether anything is hidden inside a block."""
     how = _How(problem.scale, saves and not native and not scales_exactly(problem.scale), native)
-    causal = causality(problem.band, problem.length_q) if problem.band is not None else None
+    causal = causality(problem.band, problem.length_q)
     if causal is not None and query.numel() and key.numel():
         if query.numel() <= 2 * PIECE or native or (query.dtype == torch.float32 and not how.prescale):
             out, lse = _attend(query, key, value, how, None, causal)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from onchip.masks import causality
 from onchip.normal_form import NormalForm
 from onchip.problem import Problem
 from onchip.segments import Hidden, Segment, segments
@@ -65,14 +66,6 @@ class Block(NamedTuple):
     """Rows that see nothing, bool, broadcastable to (sequences, heads, rows)."""
 
 
-def causality(band: tuple[int | None, int | None], rows: int) -> bool | None:
-    """False if the band hides nothing, True if it is the kernel's causality (column <= row), None if it is another."""
-    low, high = band
-    if low is not None and low > 1 - rows:
-        return None
-    return False if high is None else True if high == 0 else None
-
-
 def blocks(problem: Problem, segment: Segment) -> Iterator[Block]:
     """The blocks of a segment, each row in one of them."""
     geometry = segment.geometry
@@ -82,7 +75,7 @@ def blocks(problem: Problem, segment: Segment) -> Iterator[Block]:
     if not (geometry.batch and geometry.heads and geometry.rows):
         return
     band = (None, None) if problem.mask is None else problem.mask.band(geometry)
-    causal = None if band is None or problem.scores else causality(band, geometry.rows)
+    causal = None if problem.scores else causality(band, geometry.rows)
     if not geometry.columns or causal is not None:
         yield Block(batch, rows, columns, bool(causal))
     elif problem.mask is None or scores <= SMALL:
