@@ -17,9 +17,9 @@ from torch import Tensor
 from onchip.choices import preferred
 from onchip.errors import Unsupported
 from onchip.problem import Problem
-from onchip.schedules import aten, dense, tiled
+from onchip.schedules import aten, dense, tiled, triton
 
-ScheduleName = Literal["aten", "tiled", "dense"]
+ScheduleName = Literal["aten", "triton", "tiled", "dense"]
 
 
 @dataclass(frozen=True)
@@ -63,6 +63,17 @@ _SCHEDULES = (
         aten.tiles,
         aten.forward,
         aten.backward,
+    ),
+    Schedule(
+        triton.NAME,
+        triton.SUMMARY,
+        triton.unsupported,
+        triton.unsupported,
+        triton.pairs,
+        triton.workspace_bytes,
+        triton.tiles,
+        triton.forward,
+        triton.backward,
     ),
     Schedule(
         tiled.NAME,

@@ -1,0 +1,119 @@
+"""Portable kernels in Triton: every mask and score but functions of the user, any layout, forward and backward.
+
+    forward.py   out and LSE: a tile of rows walks over the columns that it sees
+    backward.py  dK and dV: a tile of columns walks over rows; dQ: the walk of the forward; both bit for bit repeatable
+    parts.py     what they share on the device    source.py  masks and scores as source that they inline
+    launch.py    what they are given              tiles.py   their tile sizes, as data
+
+Triton costs a second to import, so it is imported by the first call.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from onchip.masks import Combined, Mask, Not, Predicate
+from onchip.problem import Problem
+from onchip.schedules.triton.tiles import FORWARD
+from onchip.scores import Modify
+
+NAME = "triton"
+SUMMARY = "portable Triton kernels: masks, scores, dropout and every layout, forward and backward, linear memory"
+WIDEST = 256
+"""The largest head dim."""
+
+
+_IS_PRESENT = importlib.util.find_spec("triton") is not None
+
+
+def _interprets() -> bool:
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def unsupported(problem: Problem) -> list[str]:
+    """Reasons why this schedule cannot run the problem."""
+    reasons = []
+    if not _IS_PRESENT:
+        return ["Triton is not installed"]
+    if problem.device.type == "cpu":
+        if not _interprets():
+            return [
+                "it runs on GPUs; on a CPU only for tests, interpreted, with TRITON_INTERPRET=1 set before the import"
+            ]
+        if problem.schedule != NAME:
+            return ["interpreted on a CPU it serves tests: name it to run it"]
+        if problem.dtype == torch.bfloat16:
+            reasons.append("Triton's interpreter multiplies bfloat16 wrongly")
+    elif problem.device.type != "cuda":
+        return [f"it runs on CUDA and ROCm devices, got {problem.device.type}"]
+    if problem.dtype == torch.float64:
+        reasons.append("it has no float64")
+    if max(problem.dim_qk, problem.dim_v) > WIDEST:
+        reasons.append(f"its tiles hold head dims up to {WIDEST}, got {problem.dim_qk} and {problem.dim_v}")
+    if problem.mask is not None and any(isinstance(mask, Predicate) for mask in _leaves(problem.mask)):
+        reasons.append("it does not compile masks.predicate yet")
+    if any(isinstance(score, Modify) for score in problem.scores):
+        reasons.append("it does not compile scores.modify yet")
+    return reasons
+
+
+def _leaves(mask: Mask) -> Iterator[Mask]:
+    if isinstance(mask, Combined):
+        for part in mask.parts:
+            yield from _leaves(part)
+    elif isinstance(mask, Not):
+        yield from _leaves(mask.part)
+    else:
+        yield mask
+
+
+def forward(problem: Problem, query: Tensor, key: Tensor, value: Tensor, *, saves: bool) -> tuple[Tensor, Tensor]:
+    """Out and LSE."""
+    from onchip.schedules.triton.forward import forward
+
+    return forward(problem, query, key, value, saves=saves)
+
+
+def backward(
+    problem: Problem,
+    grad_out: Tensor | None,
+    grad_lse: Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    tensors: Sequence[Tensor],
+    needs: Sequence[bool],
+) -> list[Tensor | None]:
+    """Gradients of query, key, value and of each of `tensors`, None where not needed."""
+    from onchip.schedules.triton.backward import backward
+
+    return backward(problem, grad_out, grad_lse, query, key, value, out, lse, tensors, needs)
+
+
+def tiles(problem: Problem) -> tuple[int, int]:
+    """Rows and columns of a tile of the forward."""
+    from onchip.schedules.triton.launch import Call
+
+    tile = Call(problem).tile(FORWARD)
+    return tile.rows, tile.columns
+
+
+def pairs(problem: Problem) -> int:
+    """Pairs of (query, key) whose score the forward computes."""
+    from onchip.schedules.triton.launch import Call
+
+    return Call(problem).pairs()
+
+
+def workspace_bytes(problem: Problem) -> int:
+    """Memory beyond inputs, outputs and gradients: the lists of blocks, where a mask is more than a band."""
+    from onchip.schedules.triton.launch import Call
+
+    return Call(problem).workspace_bytes

@@ -1,0 +1,676 @@
+"""The backward kernels: weights are recomputed from the scores and the LSE, nothing quadratic is stored.
+
+    p = exp(s - lse)   dv = p^T do   dp = do v^T   ds = p * (dp - delta)   dq = ds k * scale   dk = ds^T q * scale
+    delta = sum(do * out) - dlse
+
+    delta_kernel     one number for each row
+    keys_kernel      a tile of columns walks over the rows that see it, of every query head of its group
+        k, v                        (BK, D), (BK, DV)   stay
+        q, do, lse, delta           (BQ, D), ...        pipelined through shared memory
+        s, p, dp, ds, transposed    (BK, BQ)            registers, so that products take them as they lie
+        dk, dv                      (BK, D), (BK, DV)   registers
+    queries_kernel   a tile of rows walks over the columns that it sees, as in the forward, and sums dq
+    gradient_kernel  the gradient of a bias or of slopes, one tile of theirs at a time
+
+Every sum is made by one program in one order: the same bits each time, and no atomics.
+Source: Dao 2023, FlashAttention-2, algorithm 2; dlse enters like a negative delta.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from onchip.lowering import Node
+from onchip.problem import Problem
+from onchip.schedules.triton.launch import Call, on_device
+from onchip.schedules.triton.parts import (
+    LOG2E,
+    alive,
+    band_of,
+    dims_of,
+    extent,
+    find_slot,
+    listed_column,
+    listed_visits,
+    load_tile,
+    moved,
+    multiply,
+    nearest,
+    row_offsets,
+    start_of,
+    store_tile,
+    visible,
+    visits,
+)
+from onchip.schedules.triton.source import distance
+from onchip.schedules.triton.tiles import GRADIENT, KEYS, QUERIES
+from onchip.strides import empty_ordered, laid_out
+
+UNSPECIALIZED = [
+    "low", "high", "low_aligned", "high_aligned", "batch", "heads", "length_q", "length_k", "tiles", "threshold",
+    "q_b", "q_h", "q_n", "q_d", "k_b", "k_h", "k_n", "k_d", "v_b", "v_h", "v_n", "v_d", "do_b", "do_h", "do_n", "do_d",
+    "o_b", "o_h", "o_n", "o_d", "dq_b", "dq_h", "dq_n", "dq_d", "dk_b", "dk_h", "dk_n", "dk_d",
+    "dv_b", "dv_h", "dv_n", "dv_d", "lse_b", "lse_h", "dlse_b", "dlse_h", "dlse_n", "list_b", "list_h", "blocks_k",
+    "total_b", "total_h", "total_q", "total_k", "sums_b", "sums_h", "tiles_q", "tiles_k", "rows", "columns",
+]  # fmt: skip
+
+
+@triton.jit(do_not_specialize=UNSPECIALIZED)
+def delta_kernel(
+    out, grad_out, lse, grad_lse, delta,
+    o_b: tl.int64, o_h: tl.int64, o_n: tl.int64, o_d: tl.int64,
+    do_b: tl.int64, do_h: tl.int64, do_n: tl.int64, do_d: tl.int64,
+    lse_b: tl.int64, lse_h: tl.int64, dlse_b: tl.int64, dlse_h: tl.int64, dlse_n: tl.int64,
+    heads: tl.int32, length_q: tl.int32, tiles: tl.int32,
+    DV: tl.constexpr, BLOCK_DV: tl.constexpr, BQ: tl.constexpr, WIDE: tl.constexpr, VECTOR: tl.constexpr,
+):  # fmt: skip
+    """delta of each row. A row that saw nothing has an output of 0, and what gradient arrives there does not matter."""
+    program = tl.program_id(0)
+    tile = program % tiles
+    h = (program // tiles) % heads
+    b = program // tiles // heads
+    first = tile * BQ
+    r = tl.arange(0, BQ)
+    exists = first + r < length_q
+    o_rows = row_offsets(r, 0, o_h, o_n, 1, WIDE, VECTOR)
+    do_rows = row_offsets(r, 0, do_h, do_n, 1, WIDE, VECTOR)
+    o_start = start_of(out, b, h, first, o_b, o_h, o_n, VECTOR)
+    do_start = start_of(grad_out, b, h, first, do_b, do_h, do_n, VECTOR)
+    o = load_tile(o_start, o_rows, dims_of(o_d, BLOCK_DV, WIDE, VECTOR), exists, True, DV, BLOCK_DV).to(tl.float32)
+    do = load_tile(do_start, do_rows, dims_of(do_d, BLOCK_DV, WIDE, VECTOR), exists, True, DV, BLOCK_DV)
+    total = tl.sum(tl.where(o == 0.0, 0.0, o * do.to(tl.float32)), 1)
+    place = b.to(tl.int64) * lse_b + h.to(tl.int64) * lse_h + first + r
+    if grad_lse is not None:
+        row = (first + r).to(tl.int64)
+        due = grad_lse + b.to(tl.int64) * dlse_b + h.to(tl.int64) * dlse_h + row * dlse_n
+        total -= tl.load(due, mask=exists, other=0.0)
+    dead = tl.load(lse + place, mask=exists, other=float("-inf")) == float("-inf")
+    tl.store(delta + place, tl.where(dead, 0.0, total), mask=exists)
+
+
+@triton.jit
+def score_gradient(
+    a, c, da, dc, lse, delta, i, j, column, b, head, token_q, token_k, length_q, length_k, least, most,
+    scale, seed, threshold, kept_scale, given,
+    keep: tl.constexpr, change: tl.constexpr, differentiate: tl.constexpr,
+    BK: tl.constexpr, TURNED: tl.constexpr, MASKED: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr,
+    CAREFUL: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Of a tile: the weights that dV sums, the gradient of the score after its steps and before them, what is seen.
+
+    (a, c, da, dc) is (q, k, do, v), or (k, q, v, do) if TURNED; lse (in base 2 without a change), delta, i and j
+    broadcast against the tile. The last result says which rows of c some row of a sees, if CAREFUL.
+    """
+    s = multiply(a, tl.trans(c), None, PRECISION)
+    raw = s * scale
+    s = raw
+    if change is not None or keep is not None:
+        near_i, near_j = nearest(i, length_q), nearest(j, length_k)
+    if change is not None:
+        s = change(raw, b, head, near_i, near_j, token_q, token_k, length_q, length_k, given)
+    if MASKED:
+        show = visible(i, j, least, most, length_q, length_k, LOW, HIGH)
+        if keep is not None:
+            show = show & keep(b, head, near_i, near_j, token_q, token_k, length_q, length_k, given)
+        s = tl.where(show, s, float("-inf"))
+    if change is None:
+        p = tl.exp2(s - lse)
+    else:
+        p = tl.exp2((s - lse) * LOG2E)
+    dp = multiply(da, tl.trans(dc), None, PRECISION)
+    weight = p
+    if seed is not None:
+        if TURNED:
+            lives = tl.trans(alive(seed, b, head, tl.trans(i), column, threshold, BK))
+        else:
+            lives = alive(seed, b, head, i, column, threshold, BK)
+        weight = tl.where(lives, p, 0.0)
+        dp = tl.where(lives, dp * kept_scale, 0.0)
+    g = p * (dp - delta)
+    ds = g
+    if differentiate is not None:
+        ds = differentiate(g, raw, b, head, near_i, near_j, token_q, token_k, length_q, length_k, given)
+    if CAREFUL and (MASKED or change is not None):
+        hidden = s == float("-inf")
+        g = tl.where(hidden, 0.0, g)
+        ds = tl.where(hidden, 0.0, ds)
+    seen = tl.max(s, 0) > float("-inf")
+    return weight, g, ds, seen
+
+
+@triton.jit
+def load_row_values(lse, delta, position, exists, BASE2: tl.constexpr):
+    """LSE and delta of rows. A row that sees nothing has LSE plus infinity here, so that its weights are 0."""
+    row_lse = tl.load(lse + position, mask=exists, other=float("-inf"))
+    row_lse = tl.where(row_lse == float("-inf"), float("inf"), row_lse)
+    if BASE2:
+        row_lse = row_lse * LOG2E
+    return row_lse, tl.load(delta + position, mask=exists, other=0.0)
+
+
+@triton.jit(do_not_specialize=UNSPECIALIZED)
+def keys_kernel(
+    query, key, value, grad_out, lse, delta, grad_key, grad_value,
+    q_b: tl.int64, q_h: tl.int64, q_n: tl.int64, q_d: tl.int64,
+    k_b: tl.int64, k_h: tl.int64, k_n: tl.int64, k_d: tl.int64,
+    v_b: tl.int64, v_h: tl.int64, v_n: tl.int64, v_d: tl.int64,
+    do_b: tl.int64, do_h: tl.int64, do_n: tl.int64, do_d: tl.int64,
+    dk_b: tl.int64, dk_h: tl.int64, dk_n: tl.int64, dk_d: tl.int64,
+    dv_b: tl.int64, dv_h: tl.int64, dv_n: tl.int64, dv_d: tl.int64,
+    lse_b: tl.int64, lse_h: tl.int64,
+    batch: tl.int32, heads: tl.int32, length_q: tl.int32, length_k: tl.int32, tiles: tl.int32,
+    cu_q, cu_k, used_q, used_k,
+    low, high, low_aligned, high_aligned, lows, highs,
+    order, counts, list_b: tl.int64, list_h: tl.int64, blocks_k: tl.int64,
+    scale: tl.float32, scores: tl.float32, seed, threshold: tl.int32, kept_scale: tl.float32,
+    given,
+    keep: tl.constexpr, change: tl.constexpr, differentiate: tl.constexpr,
+    GROUP: tl.constexpr,
+    D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    BQ: tl.constexpr, BK: tl.constexpr,
+    LOW: tl.constexpr, HIGH: tl.constexpr, LISTS: tl.constexpr, CAREFUL: tl.constexpr,
+    WIDE: tl.constexpr, VECTOR: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """dK and dV. `heads` counts key heads, `tiles` tiles of columns; scores are the products times `scores`."""
+    program = tl.program_id(0)
+    number = program % tiles
+    kv_head = (program // tiles) % heads
+    b = program // tiles // heads
+    if cu_k is not None:
+        b, tile = find_slot(number, cu_k, length_k, batch, 1, BK)
+    else:
+        tile = number
+    token_k, room_k, length_k = extent(b, cu_k, used_k, length_k, batch)
+    first = tile * BK
+    if first >= room_k:
+        return
+    token_q, room_q, length_q = extent(b, cu_q, used_q, length_q, batch)
+    least, most = band_of(b, length_q, length_k, batch, low, high, low_aligned, high_aligned, lows, highs)
+    sequence = b.to(tl.int64)
+
+    columns = tl.arange(0, BK)
+    j = first + columns
+    lives = j < length_k
+    k_rows = row_offsets(columns, 0, k_h, k_n, 1, WIDE, VECTOR)
+    v_rows = row_offsets(columns, 0, v_h, v_n, 1, WIDE, VECTOR)
+    k_start = start_of(key, b, kv_head, token_k + first, k_b, k_h, k_n, VECTOR)
+    v_start = start_of(value, b, kv_head, token_k + first, v_b, v_h, v_n, VECTOR)
+    k = load_tile(k_start, k_rows, dims_of(k_d, BLOCK_D, WIDE, VECTOR), lives, True, D, BLOCK_D)
+    v = load_tile(v_start, v_rows, dims_of(v_d, BLOCK_DV, WIDE, VECTOR), lives, True, DV, BLOCK_DV)
+    dk = tl.zeros([BK, BLOCK_D], tl.float32)
+    dv = tl.zeros([BK, BLOCK_DV], tl.float32)
+    last = tl.minimum(first + BK, length_k) - 1
+    for member in range(0, GROUP):
+        head = (kv_head * GROUP + member).to(tl.int64)
+        q_start = start_of(query, b, head, token_q, q_b, q_h, q_n, VECTOR)
+        do_start = start_of(grad_out, b, head, token_q, do_b, do_h, do_n, VECTOR)
+        values = sequence * lse_b + head * lse_h + token_q.to(tl.int64)
+        if LISTS:
+            row = sequence * list_b + head * list_h + first // 128
+            listed = order + row * blocks_k
+            start, full_start, full_stop, stop = listed_visits(counts + row * 2, first, last, BQ)
+        else:
+            listed = None
+            start, full_start, full_stop, stop = visits(first, last, -most, -least, length_q, BQ, keep is not None)
+        if HIGH or keep is not None:
+            dk, dv = gather(
+                dk, dv, k, v, q_start, do_start, lse + values, delta + values, q_n, q_d, do_n, do_d, start, full_start,
+                listed, j, first, sequence, head, token_q, token_k, length_q, length_k, least, most, scores, seed,
+                threshold, kept_scale, given, keep, change, differentiate, D, DV, BLOCK_D, BLOCK_DV, BQ, BK, LISTS,
+                True, LOW, HIGH, CAREFUL, WIDE, VECTOR, PRECISION,
+            )  # fmt: skip
+        if LISTS or keep is None:
+            dk, dv = gather(
+                dk, dv, k, v, q_start, do_start, lse + values, delta + values, q_n, q_d, do_n, do_d, full_start,
+                full_stop, listed, j, first, sequence, head, token_q, token_k, length_q, length_k, least, most, scores,
+                seed, threshold, kept_scale, given, None, change, differentiate, D, DV, BLOCK_D, BLOCK_DV, BQ, BK,
+                LISTS, False, LOW, HIGH, CAREFUL, WIDE, VECTOR, PRECISION,
+            )  # fmt: skip
+        if not LISTS:
+            dk, dv = gather(
+                dk, dv, k, v, q_start, do_start, lse + values, delta + values, q_n, q_d, do_n, do_d, full_stop, stop,
+                listed, j, first, sequence, head, token_q, token_k, length_q, length_k, least, most, scores, seed,
+                threshold, kept_scale, given, keep, change, differentiate, D, DV, BLOCK_D, BLOCK_DV, BQ, BK, LISTS,
+                True, LOW, HIGH, CAREFUL, WIDE, VECTOR, PRECISION,
+            )  # fmt: skip
+    exists = j < room_k
+    if grad_key is not None:
+        dk = tl.where(lives[:, None], dk * scale, 0.0)
+        dk_start = start_of(grad_key, b, kv_head, token_k + first, dk_b, dk_h, dk_n, VECTOR)
+        dk_rows = row_offsets(columns, 0, dk_h, dk_n, 1, WIDE, VECTOR)
+        store_tile(dk_start, dk_rows, dims_of(dk_d, BLOCK_D, WIDE, VECTOR), exists, dk, D, BLOCK_D)
+    if grad_value is not None:
+        dv = tl.where(lives[:, None], dv * kept_scale, 0.0)
+        dv_start = start_of(grad_value, b, kv_head, token_k + first, dv_b, dv_h, dv_n, VECTOR)
+        dv_rows = row_offsets(columns, 0, dv_h, dv_n, 1, WIDE, VECTOR)
+        store_tile(dv_start, dv_rows, dims_of(dv_d, BLOCK_DV, WIDE, VECTOR), exists, dv, DV, BLOCK_DV)
+
+
+@triton.jit
+def gather(
+    dk, dv, k, v, q_start, do_start, lse, delta, q_n, q_d, do_n, do_d, begin, end,
+    listed, j, first, sequence, head, token_q, token_k, length_q, length_k, least, most, scores, seed,
+    threshold, kept_scale, given,
+    keep: tl.constexpr, change: tl.constexpr, differentiate: tl.constexpr,
+    D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BQ: tl.constexpr,
+    BK: tl.constexpr, LISTS: tl.constexpr, MASKED: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr,
+    CAREFUL: tl.constexpr, WIDE: tl.constexpr, VECTOR: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """dK and dV of the columns after the rows [begin, end), or after these steps of a list."""
+    r = tl.arange(0, BQ)
+    q_rows = row_offsets(r, 0, q_n, q_n, 1, WIDE, VECTOR)
+    do_rows = row_offsets(r, 0, do_n, do_n, 1, WIDE, VECTOR)
+    q_dims = dims_of(q_d, BLOCK_D, WIDE, VECTOR)
+    do_dims = dims_of(do_d, BLOCK_DV, WIDE, VECTOR)
+    for step in range(begin, end, 1 if LISTS else BQ):
+        row = listed_column(listed, step, BQ) if LISTS else step
+        position = row + r
+        exists = position < length_q
+        q = load_tile(moved(q_start, row, q_n, VECTOR), q_rows, q_dims, exists, MASKED, D, BLOCK_D)
+        do = load_tile(moved(do_start, row, do_n, VECTOR), do_rows, do_dims, exists, MASKED, DV, BLOCK_DV)
+        row_lse, row_delta = load_row_values(lse, delta, position, exists, change is None)
+        if MASKED or CAREFUL:
+            # a row that sees nothing must not give what it holds
+            sees = (row_lse < float("inf")) | (row_lse != row_lse)
+            q = tl.where(sees[:, None], q, 0.0).to(q.dtype)
+            do = tl.where(sees[:, None], do, 0.0).to(do.dtype)
+        weight, g, ds, seen = score_gradient(
+            k, q, v, do, row_lse[None, :], row_delta[None, :], position[None, :], j[:, None], first, sequence, head,
+            token_q, token_k, length_q, length_k, least, most, scores, seed, threshold, kept_scale, given,
+            keep, change, differentiate, BK, True, MASKED, LOW, HIGH, CAREFUL, PRECISION,
+        )  # fmt: skip
+        dv = multiply(weight.to(do.dtype), do, dv, PRECISION)
+        dk = multiply(ds.to(q.dtype), q, dk, PRECISION)
+    return dk, dv
+
+
+@triton.jit(do_not_specialize=UNSPECIALIZED)
+def queries_kernel(
+    query, key, value, grad_out, lse, delta, grad_query,
+    q_b: tl.int64, q_h: tl.int64, q_n: tl.int64, q_d: tl.int64,
+    k_b: tl.int64, k_h: tl.int64, k_n: tl.int64, k_d: tl.int64,
+    v_b: tl.int64, v_h: tl.int64, v_n: tl.int64, v_d: tl.int64,
+    do_b: tl.int64, do_h: tl.int64, do_n: tl.int64, do_d: tl.int64,
+    dq_b: tl.int64, dq_h: tl.int64, dq_n: tl.int64, dq_d: tl.int64,
+    lse_b: tl.int64, lse_h: tl.int64,
+    batch: tl.int32, heads: tl.int32, length_q: tl.int32, length_k: tl.int32, tiles: tl.int32,
+    cu_q, cu_k, used_q, used_k,
+    low, high, low_aligned, high_aligned, lows, highs,
+    order, counts, list_b: tl.int64, list_h: tl.int64, blocks_k: tl.int64,
+    scale: tl.float32, scores: tl.float32, seed, threshold: tl.int32, kept_scale: tl.float32,
+    given,
+    keep: tl.constexpr, change: tl.constexpr, differentiate: tl.constexpr,
+    GROUP: tl.constexpr, PACK: tl.constexpr,
+    D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    BQ: tl.constexpr, BK: tl.constexpr,
+    LOW: tl.constexpr, HIGH: tl.constexpr, LISTS: tl.constexpr, CAREFUL: tl.constexpr,
+    WIDE: tl.constexpr, VECTOR: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """dQ. `heads` counts groups of PACK query heads, `tiles` tiles of rows."""
+    program = tl.program_id(0)
+    number = program % tiles
+    h = (program // tiles) % heads
+    b = program // tiles // heads
+    if cu_q is not None:
+        b, tile = find_slot(number, cu_q, length_q, batch, PACK, BQ)
+    else:
+        # under a band that ends at the diagonal the last tiles have the most to do, so they go first
+        tile = tiles - 1 - number if HIGH else number
+    token_q, room_q, length_q = extent(b, cu_q, used_q, length_q, batch)
+    first = tile * BQ
+    if first >= room_q * PACK:
+        return
+    token_k, room_k, length_k = extent(b, cu_k, used_k, length_k, batch)
+    least, most = band_of(b, length_q, length_k, batch, low, high, low_aligned, high_aligned, lows, highs)
+    sequence = b.to(tl.int64)
+
+    r = tl.arange(0, BQ)
+    position = (first + r) // PACK
+    within = (first + r) % PACK
+    exists = first + r < room_q * PACK
+    lives = position < length_q
+    row_first = first // PACK
+    row_last = tl.minimum((first + BQ - 1) // PACK, length_q - 1)
+    from_row = 0 * row_first if PACK > 1 else row_first
+    head = h * PACK
+    heads_of_rows = head.to(tl.int64) if PACK == 1 else (head + within).to(tl.int64)[:, None]
+    kv_head = head // GROUP
+
+    q_rows = row_offsets(position - from_row, within, q_h, q_n, PACK, WIDE, VECTOR)
+    do_rows = row_offsets(position - from_row, within, do_h, do_n, PACK, WIDE, VECTOR)
+    q_start = start_of(query, b, head, token_q + from_row, q_b, q_h, q_n, VECTOR)
+    do_start = start_of(grad_out, b, head, token_q + from_row, do_b, do_h, do_n, VECTOR)
+    q = load_tile(q_start, q_rows, dims_of(q_d, BLOCK_D, WIDE, VECTOR), lives, True, D, BLOCK_D)
+    do = load_tile(do_start, do_rows, dims_of(do_d, BLOCK_DV, WIDE, VECTOR), lives, True, DV, BLOCK_DV)
+    values = sequence * lse_b + head.to(tl.int64) * lse_h + token_q.to(tl.int64)
+    value_rows = within.to(tl.int64) * lse_h + position
+    row_lse, row_delta = load_row_values(lse + values, delta + values, value_rows, lives, change is None)
+    sees = (row_lse < float("inf")) | (row_lse != row_lse)
+    do = tl.where(sees[:, None], do, 0.0).to(do.dtype)
+    k_start = start_of(key, b, kv_head, token_k, k_b, k_h, k_n, VECTOR)
+    v_start = start_of(value, b, kv_head, token_k, v_b, v_h, v_n, VECTOR)
+    dq = tl.zeros([BQ, BLOCK_D], tl.float32)
+    if LISTS:
+        # a tile of rows lies within one block of 128
+        row = sequence * list_b + head.to(tl.int64) * list_h + row_first // 128
+        listed = order + row * blocks_k
+        start, full_start, full_stop, stop = listed_visits(counts + row * 2, row_first, row_last, BK)
+    else:
+        listed = None
+        start, full_start, full_stop, stop = visits(row_first, row_last, least, most, length_k, BK, keep is not None)
+    if LOW or keep is not None:
+        dq = trace_back(
+            dq, q, do, row_lse, row_delta, k_start, v_start, k_n, k_d, v_n, v_d, start, full_start, listed, position,
+            sequence, heads_of_rows, token_q, token_k, length_q, length_k, least, most, scores, seed, threshold,
+            kept_scale, given, keep, change, differentiate, D, DV, BLOCK_D, BLOCK_DV, BK, LISTS, True, LOW, HIGH,
+            CAREFUL, WIDE, VECTOR, PRECISION,
+        )  # fmt: skip
+    if LISTS or keep is None:
+        dq = trace_back(
+            dq, q, do, row_lse, row_delta, k_start, v_start, k_n, k_d, v_n, v_d, full_start, full_stop, listed,
+            position, sequence, heads_of_rows, token_q, token_k, length_q, length_k, least, most, scores, seed,
+            threshold, kept_scale, given, None, change, differentiate, D, DV, BLOCK_D, BLOCK_DV, BK, LISTS, False, LOW,
+            HIGH, CAREFUL, WIDE, VECTOR, PRECISION,
+        )  # fmt: skip
+    if not LISTS:
+        dq = trace_back(
+            dq, q, do, row_lse, row_delta, k_start, v_start, k_n, k_d, v_n, v_d, full_stop, stop, listed, position,
+            sequence, heads_of_rows, token_q, token_k, length_q, length_k, least, most, scores, seed, threshold,
+            kept_scale, given, keep, change, differentiate, D, DV, BLOCK_D, BLOCK_DV, BK, LISTS, True, LOW, HIGH,
+            CAREFUL, WIDE, VECTOR, PRECISION,
+        )  # fmt: skip
+    dq = tl.where(sees[:, None], dq * scale, 0.0)
+    dq_rows = row_offsets(position - from_row, within, dq_h, dq_n, PACK, WIDE, VECTOR)
+    dq_start = start_of(grad_query, b, head, token_q + from_row, dq_b, dq_h, dq_n, VECTOR)
+    store_tile(dq_start, dq_rows, dims_of(dq_d, BLOCK_D, WIDE, VECTOR), exists, dq, D, BLOCK_D)
+
+
+@triton.jit
+def trace_back(
+    dq, q, do, row_lse, row_delta, k_start, v_start, k_n, k_d, v_n, v_d, begin, end, listed, position,
+    sequence, head, token_q, token_k, length_q, length_k, least, most, scores, seed, threshold, kept_scale, given,
+    keep: tl.constexpr, change: tl.constexpr, differentiate: tl.constexpr,
+    D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BK: tl.constexpr,
+    LISTS: tl.constexpr, MASKED: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr, CAREFUL: tl.constexpr,
+    WIDE: tl.constexpr, VECTOR: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """dQ of the rows after the columns [begin, end), or after these steps of a list."""
+    columns = tl.arange(0, BK)
+    k_rows = row_offsets(columns, 0, k_n, k_n, 1, WIDE, VECTOR)
+    v_rows = row_offsets(columns, 0, v_n, v_n, 1, WIDE, VECTOR)
+    k_dims = dims_of(k_d, BLOCK_D, WIDE, VECTOR)
+    v_dims = dims_of(v_d, BLOCK_DV, WIDE, VECTOR)
+    for step in range(begin, end, 1 if LISTS else BK):
+        column = listed_column(listed, step, BK) if LISTS else step
+        j = column + columns
+        k = load_tile(moved(k_start, column, k_n, VECTOR), k_rows, k_dims, j < length_k, MASKED, D, BLOCK_D)
+        v = load_tile(moved(v_start, column, v_n, VECTOR), v_rows, v_dims, j < length_k, MASKED, DV, BLOCK_DV)
+        weight, g, ds, seen = score_gradient(
+            q, k, do, v, row_lse[:, None], row_delta[:, None], position[:, None], j[None, :], column, sequence, head,
+            token_q, token_k, length_q, length_k, least, most, scores, seed, threshold, kept_scale, given,
+            keep, change, differentiate, BK, False, MASKED, LOW, HIGH, CAREFUL, PRECISION,
+        )  # fmt: skip
+        if CAREFUL and (MASKED or change is not None):
+            k = tl.where(seen[:, None], k, 0.0).to(k.dtype)
+        dq = multiply(ds.to(k.dtype), k, dq, PRECISION)
+    return dq
+
+
+@triton.jit(do_not_specialize=UNSPECIALIZED)
+def gradient_kernel(
+    query, key, value, grad_out, lse, delta, total,
+    q_b: tl.int64, q_h: tl.int64, q_n: tl.int64, q_d: tl.int64,
+    k_b: tl.int64, k_h: tl.int64, k_n: tl.int64, k_d: tl.int64,
+    v_b: tl.int64, v_h: tl.int64, v_n: tl.int64, v_d: tl.int64,
+    do_b: tl.int64, do_h: tl.int64, do_n: tl.int64, do_d: tl.int64,
+    total_b: tl.int64, total_h: tl.int64, total_q: tl.int64, total_k: tl.int64,
+    lse_b: tl.int64, lse_h: tl.int64,
+    batch: tl.int32, heads: tl.int32, length_q: tl.int32, length_k: tl.int32,
+    sums_b: tl.int32, sums_h: tl.int32, tiles_q: tl.int32, tiles_k: tl.int32, rows: tl.int32, columns: tl.int32,
+    cu_q, cu_k, used_q, used_k,
+    low, high, low_aligned, high_aligned, lows, highs,
+    scores: tl.float32, seed, threshold: tl.int32, kept_scale: tl.float32,
+    given, weighted,
+    keep: tl.constexpr, change: tl.constexpr, weigh: tl.constexpr,
+    GROUP: tl.constexpr,
+    D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    BQ: tl.constexpr, BK: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    LOW: tl.constexpr, HIGH: tl.constexpr, CAREFUL: tl.constexpr,
+    WIDE: tl.constexpr, VECTOR: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """The gradient of scores, times `weigh` of the pair, summed over the extents along which `total` has one entry.
+
+    `total` is (batch or 1, heads or 1, rows, columns). A program makes one tile of it: ROWS and COLUMNS say which
+    extents tiles divide, over the others it walks itself, and over sums_b sequences and sums_h heads.
+    """
+    program = tl.program_id(0)
+    tile_k = program % tiles_k
+    tile_q = (program // tiles_k) % tiles_q
+    place = program // tiles_k // tiles_q
+    parts_h = heads // sums_h
+    first_h = place % parts_h * sums_h
+    first_b = place // parts_h * sums_b
+    r = tl.arange(0, BQ)
+    c = tl.arange(0, BK)
+    q_rows = row_offsets(r, 0, q_h, q_n, 1, WIDE, VECTOR)
+    k_rows = row_offsets(c, 0, k_h, k_n, 1, WIDE, VECTOR)
+    v_rows = row_offsets(c, 0, v_h, v_n, 1, WIDE, VECTOR)
+    do_rows = row_offsets(r, 0, do_h, do_n, 1, WIDE, VECTOR)
+    sums = tl.zeros([BQ, BK], tl.float32)
+    for step_b in range(0, sums_b):
+        b = first_b + step_b
+        sequence = b.to(tl.int64)
+        token_q, room_q, count_q = extent(b, cu_q, used_q, length_q, batch)
+        token_k, room_k, count_k = extent(b, cu_k, used_k, length_k, batch)
+        least, most = band_of(b, count_q, count_k, batch, low, high, low_aligned, high_aligned, lows, highs)
+        begin_q = tile_q * BQ if ROWS else tile_q * 0
+        end_q = tl.minimum(begin_q + BQ, count_q) if ROWS else count_q
+        for step_h in range(0, sums_h):
+            head = (first_h + step_h).to(tl.int64)
+            values = sequence * lse_b + head * lse_h + token_q.to(tl.int64)
+            for row in range(begin_q, end_q, BQ):
+                position = row + r
+                lives = position < count_q
+                q_start = start_of(query, b, head, token_q + row, q_b, q_h, q_n, VECTOR)
+                do_start = start_of(grad_out, b, head, token_q + row, do_b, do_h, do_n, VECTOR)
+                q = load_tile(q_start, q_rows, dims_of(q_d, BLOCK_D, WIDE, VECTOR), lives, True, D, BLOCK_D)
+                do = load_tile(do_start, do_rows, dims_of(do_d, BLOCK_DV, WIDE, VECTOR), lives, True, DV, BLOCK_DV)
+                row_lse, row_delta = load_row_values(lse + values, delta + values, position, lives, change is None)
+                sees = (row_lse < float("inf")) | (row_lse != row_lse)
+                do = tl.where(sees[:, None], do, 0.0).to(do.dtype)
+                last = tl.minimum(row + BQ, count_q) - 1
+                start, full_start, full_stop, stop = visits(row, last, least, most, count_k, BK, True)
+                if COLUMNS:
+                    start = tl.maximum(start, tile_k * BK)
+                    stop = tl.minimum(stop, tile_k * BK + BK)
+                for column in range(start, stop, BK):
+                    j = column + c
+                    k_start = start_of(key, b, head // GROUP, token_k + column, k_b, k_h, k_n, VECTOR)
+                    v_start = start_of(value, b, head // GROUP, token_k + column, v_b, v_h, v_n, VECTOR)
+                    there = j < count_k
+                    k = load_tile(k_start, k_rows, dims_of(k_d, BLOCK_D, WIDE, VECTOR), there, True, D, BLOCK_D)
+                    v = load_tile(v_start, v_rows, dims_of(v_d, BLOCK_DV, WIDE, VECTOR), there, True, DV, BLOCK_DV)
+                    weight, g, ds, seen = score_gradient(
+                        q, k, do, v, row_lse[:, None], row_delta[:, None], position[:, None], j[None, :], column,
+                        sequence, head, token_q, token_k, count_q, count_k, least, most, scores, seed, threshold,
+                        kept_scale, given, keep, change, None, BK, False, True, LOW, HIGH, CAREFUL, PRECISION,
+                    )  # fmt: skip
+                    if weigh is not None:
+                        near_i, near_j = nearest(position[:, None], count_q), nearest(j[None, :], count_k)
+                        g *= weigh(sequence, head, near_i, near_j, token_q, token_k, count_q, count_k, weighted)
+                    sums += g
+    target = total + (place // parts_h).to(tl.int64) * total_b + (place % parts_h).to(tl.int64) * total_h
+    if ROWS and COLUMNS:
+        i = (tile_q * BQ + r)[:, None]
+        j = (tile_k * BK + c)[None, :]
+        inside = (i < rows) & (j < columns)
+        pointers = target + i.to(tl.int64) * total_q + j.to(tl.int64) * total_k
+        tl.store(pointers, sums.to(total.dtype.element_ty), mask=inside)
+    elif ROWS:
+        i = tile_q * BQ + r
+        tl.store(target + i.to(tl.int64) * total_q, tl.sum(sums, 1).to(total.dtype.element_ty), mask=i < rows)
+    elif COLUMNS:
+        j = tile_k * BK + c
+        tl.store(target + j.to(tl.int64) * total_k, tl.sum(sums, 0).to(total.dtype.element_ty), mask=j < columns)
+    else:
+        tl.store(target, tl.sum(tl.sum(sums, 1), 0).to(total.dtype.element_ty))
+
+
+def backward(
+    problem: Problem,
+    grad_out: Tensor | None,
+    grad_lse: Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    tensors: Sequence[Tensor],
+    needs: Sequence[bool],
+) -> list[Tensor | None]:
+    """Gradients of query, key, value and of each of `tensors`, None where not needed."""
+    if out.numel() == 0 or key.shape[0 if problem.layout == "packed" else 2] == 0:
+        return [
+            torch.zeros_like(t) if need else None for t, need in zip((query, key, value, *tensors), needs, strict=True)
+        ]
+    with on_device(query.device):
+        return _Backward(problem, grad_out, grad_lse, query, key, value, out, lse).gradients(tensors, needs)
+
+
+class _Backward:
+    """One backward: what its kernels share."""
+
+    def __init__(
+        self,
+        problem: Problem,
+        grad_out: Tensor | None,
+        grad_lse: Tensor | None,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        out: Tensor,
+        lse: Tensor,
+    ) -> None:
+        self._problem, self._call = problem, Call(problem)
+        call = self._call
+        if grad_out is None:
+            grad_out = torch.zeros_like(out)
+        elif call.vector(grad_out) == 1 and call.vector(query, key, value, out) > 1:
+            # an expanded gradient, as sums give it, would slow every load of it: a copy is read many times
+            grad_out = empty_ordered(tuple(out.shape), out, out.dtype).copy_(grad_out)
+        self._inputs = (query, key, value, grad_out)
+        self._lse, self._delta = lse.contiguous(), torch.empty_like(lse, memory_format=torch.contiguous_format)
+        self._sum_rows(out, grad_lse)
+        scale = problem.scale
+        self._scales = (scale, scale if call.semantics.change is not None else scale * LOG2E.value)
+
+    def _sum_rows(self, out: Tensor, grad_lse: Tensor | None) -> None:
+        call, problem, grad_out = self._call, self._problem, self._inputs[3]
+        rows, vector = 64, call.vector(out, grad_out)
+        tiles = -(-problem.length_q // rows)
+        strides: tuple[int, ...] = (0, 0, 0)
+        if grad_lse is not None:
+            strides = (0, *grad_lse.stride()) if call.packed else grad_lse.stride()
+        delta_kernel[(tiles * problem.heads_q * (1 if call.packed else problem.batch),)](
+            out, grad_out, self._lse, grad_lse, self._delta, *call.all_strides(vector, out, grad_out),
+            *call.lse_strides, *strides, problem.heads_q, problem.length_q, tiles,
+            DV=problem.dim_v, BLOCK_DV=call.block_dv, BQ=rows, WIDE=call.wide(out, grad_out),
+            VECTOR=vector, num_warps=4,
+        )  # fmt: skip
+
+    def gradients(self, tensors: Sequence[Tensor], needs: Sequence[bool]) -> list[Tensor | None]:
+        call = self._call
+        query, key, value, _ = self._inputs
+        gradients: list[Tensor | None] = [
+            torch.empty_like(tensor) if need else None
+            for tensor, need in zip((query, key, value, *tensors), needs, strict=True)
+        ]
+        if gradients[1] is not None or gradients[2] is not None:
+            self._of_keys(gradients[1], gradients[2])
+        if gradients[0] is not None:
+            self._of_queries(gradients[0])
+        for node in call.score_nodes:
+            place = 3 + node[1]
+            if node[0] != "softcap" and needs[place]:
+                found = self._of_sink(tensors[node[1]]) if node[0] == "sink" else self._of_step(node, tensors[node[1]])
+                gradients[place] = laid_out(found, tensors[node[1]])
+        return gradients
+
+    def _of_keys(self, grad_key: Tensor | None, grad_value: Tensor | None) -> None:
+        call, problem = self._call, self._problem
+        tile = call.tile(KEYS)
+        given = [tensor for tensor in (*self._inputs, grad_key, grad_value) if tensor is not None]
+        tiles, vector = call.count(problem.length_k, 1, tile.columns), call.vector(*given)
+        keys_kernel[(tiles * problem.heads_kv * (1 if call.packed else problem.batch),)](
+            *self._inputs, self._lse, self._delta, grad_key, grad_value,
+            *call.all_strides(vector, *self._inputs, grad_key, grad_value), *call.lse_strides,
+            problem.batch, problem.heads_kv, problem.length_q, problem.length_k, tiles, *call.layout,
+            *call.band.arguments, *call.lists_for(KEYS), *self._scales, *call.dropout,
+            call.given(call.semantics.reads), keep=call.semantics.keep, change=call.semantics.change,
+            differentiate=call.semantics.differentiate, WIDE=call.wide(*given), VECTOR=vector,
+            **call.constants(tile),
+        )  # fmt: skip
+
+    def _of_queries(self, grad_query: Tensor) -> None:
+        call, problem = self._call, self._problem
+        tile = call.tile(QUERIES)
+        tensors = (*self._inputs, grad_query)
+        vector = call.vector(*tensors)
+        tiles, heads = call.count(problem.length_q, call.pack, tile.rows), problem.heads_q // call.pack
+        queries_kernel[(tiles * heads * (1 if call.packed else problem.batch),)](
+            *self._inputs, self._lse, self._delta, grad_query, *call.all_strides(vector, *tensors), *call.lse_strides,
+            problem.batch, heads, problem.length_q, problem.length_k, tiles, *call.layout, *call.band.arguments,
+            *call.lists_for(QUERIES), *self._scales, *call.dropout, call.given(call.semantics.reads),
+            keep=call.semantics.keep, change=call.semantics.change, differentiate=call.semantics.differentiate,
+            PACK=call.pack, WIDE=call.wide(*tensors), VECTOR=vector, **call.constants(tile),
+        )  # fmt: skip
+
+    def _of_sink(self, logits: Tensor) -> Tensor:
+        """A sink is one more key whose value is 0: its weight is exp(sink - lse), its gradient -weight * delta."""
+        shape = (-1, 1) if self._call.packed else (1, -1, 1)
+        lse = self._lse.masked_fill(self._lse == float("-inf"), float("inf"))
+        found = -(torch.exp(logits.float().reshape(shape) - lse) * self._delta)
+        return found.sum(-1) if self._call.packed else found.sum((0, 2))
+
+    def _of_step(self, node: Node, tensor: Tensor) -> Tensor:
+        """The gradient of a bias or of slopes."""
+        problem, call = self._problem, self._call
+        weigh, reads = (None, ()) if node[0] == "bias" else distance(node[2], call.packed)
+        shape = (1,) * (4 - tensor.dim()) + tuple(tensor.shape)
+        if node[0] == "alibi":
+            shape = (1, *tensor.shape, 1, 1) if tensor.dim() == 1 else (*tensor.shape, 1, 1)
+        full = (problem.batch, problem.heads_q)
+        if shape[2] > 1 and shape[3] > 1:
+            total = torch.empty(shape, dtype=tensor.dtype, device=tensor.device)
+            self._walk(total, shape[2], shape[3], weigh, reads)
+            return total.reshape(tensor.shape)
+        # linear in the lengths: one sum for each sequence and head, which are added up afterwards
+        rows = problem.length_q if shape[2:] == (1, 1) and not call.packed else shape[2]
+        total = torch.empty((*full, rows, shape[3]), dtype=torch.float32, device=tensor.device)
+        self._walk(total, rows, shape[3], weigh, reads)
+        return total.sum_to_size(shape).reshape(tensor.shape)
+
+    def _walk(self, total: Tensor, rows: int, columns: int, weigh: Any, reads: Any) -> None:
+        problem, call = self._problem, self._call
+        tile, vector = call.tile(GRADIENT), call.vector(*self._inputs)
+        tiles_q = -(-rows // tile.rows) if rows > 1 else 1
+        tiles_k = -(-columns // tile.columns) if columns > 1 else 1
+        sums_b = problem.batch if total.shape[0] == 1 else 1
+        sums_h = problem.heads_q if total.shape[1] == 1 else 1
+        programs = total.shape[0] * total.shape[1] * tiles_q * tiles_k
+        constants = call.constants(tile)
+        del constants["LISTS"]
+        if programs == 0:
+            return
+        gradient_kernel[(programs,)](
+            *self._inputs, self._lse, self._delta, total, *call.all_strides(vector, *self._inputs), *total.stride(),
+            *call.lse_strides, problem.batch, problem.heads_q, problem.length_q, problem.length_k,
+            sums_b, sums_h, tiles_q, tiles_k, rows, columns, *call.layout, *call.band.arguments,
+            self._scales[1], *call.dropout, call.given(call.semantics.reads), call.given(reads),
+            keep=call.semantics.keep, change=call.semantics.change, weigh=weigh, ROWS=rows > 1, COLUMNS=columns > 1,
+            WIDE=call.wide(*self._inputs), VECTOR=vector, **constants,
+        )  # fmt: skip

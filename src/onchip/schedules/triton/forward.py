@@ -1,0 +1,260 @@
+"""The forward kernel: one tile of rows walks over the columns that it sees.
+
+    q                                      (BQ, D)    stays in registers or shared memory
+    for each piece of columns, BK at a time           (parts.visits, or the lists of blocks)
+        k, v                               (BK, D), (BK, DV)   pipelined through shared memory
+        s = q k^T * scale ; change ; hide  (BQ, BK)   registers
+        m, l, acc = online softmax         (BQ,), (BQ,), (BQ, DV)  registers
+    out = acc / l, lse = m + log l
+
+Scores are in base 2 unless something changes them: then they stay natural and the maximum is subtracted before the
+scaling, so that scores of any size compete exactly.
+Source: Dao 2023, FlashAttention-2, algorithm 1; Milakov and Gimelshein 2018, section 3.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from onchip.problem import Problem
+from onchip.schedules.triton.launch import Call, on_device
+from onchip.schedules.triton.parts import (
+    LN2,
+    LOG2E,
+    alive,
+    band_of,
+    dims_of,
+    extent,
+    find_slot,
+    listed_column,
+    listed_visits,
+    load_tile,
+    moved,
+    multiply,
+    nearest,
+    row_offsets,
+    start_of,
+    store_tile,
+    visible,
+    visits,
+)
+from onchip.schedules.triton.tiles import FORWARD
+from onchip.strides import empty_ordered
+
+UNSPECIALIZED = [
+    "low", "high", "low_aligned", "high_aligned", "batch", "heads", "length_q", "length_k", "tiles", "threshold",
+    "q_b", "q_h", "q_n", "q_d", "k_b", "k_h", "k_n", "k_d", "v_b", "v_h", "v_n", "v_d", "o_b", "o_h", "o_n", "o_d",
+    "lse_b", "lse_h", "list_b", "list_h", "blocks_k",
+]  # fmt: skip
+
+
+@triton.jit(do_not_specialize=UNSPECIALIZED)
+def forward_kernel(
+    query, key, value, out, lse,
+    q_b: tl.int64, q_h: tl.int64, q_n: tl.int64, q_d: tl.int64,
+    k_b: tl.int64, k_h: tl.int64, k_n: tl.int64, k_d: tl.int64,
+    v_b: tl.int64, v_h: tl.int64, v_n: tl.int64, v_d: tl.int64,
+    o_b: tl.int64, o_h: tl.int64, o_n: tl.int64, o_d: tl.int64,
+    lse_b: tl.int64, lse_h: tl.int64,
+    batch: tl.int32, heads: tl.int32, length_q: tl.int32, length_k: tl.int32, tiles: tl.int32,
+    cu_q, cu_k, used_q, used_k,
+    low, high, low_aligned, high_aligned, lows, highs,
+    order, counts, list_b: tl.int64, list_h: tl.int64, blocks_k: tl.int64,
+    scale: tl.float32, sign: tl.float32, sink, seed, threshold: tl.int32, kept_scale: tl.float32,
+    given,
+    keep: tl.constexpr, change: tl.constexpr,
+    GROUP: tl.constexpr, PACK: tl.constexpr,
+    D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    BQ: tl.constexpr, BK: tl.constexpr,
+    LOW: tl.constexpr, HIGH: tl.constexpr, LISTS: tl.constexpr, CAREFUL: tl.constexpr,
+    WIDE: tl.constexpr, VECTOR: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Out and LSE. `heads` counts groups of PACK query heads; `tiles` the tiles of rows (slots, if packed)."""
+    program = tl.program_id(0)
+    number = program % tiles
+    h = (program // tiles) % heads
+    b = program // tiles // heads
+    if cu_q is not None:
+        b, tile = find_slot(number, cu_q, length_q, batch, PACK, BQ)
+    else:
+        # under a band that ends at the diagonal the last tiles have the most to do, so they go first
+        tile = tiles - 1 - number if HIGH else number
+    token_q, room_q, length_q = extent(b, cu_q, used_q, length_q, batch)
+    first = tile * BQ
+    if first >= room_q * PACK:
+        return
+    token_k, room_k, length_k = extent(b, cu_k, used_k, length_k, batch)
+    if cu_q is not None:
+        # behind the last offset nothing is seen
+        length_k = tl.where(b < batch, length_k, 0)
+    least, most = band_of(b, length_q, length_k, batch, low, high, low_aligned, high_aligned, lows, highs)
+
+    r = tl.arange(0, BQ)
+    position = (first + r) // PACK
+    exists = first + r < room_q * PACK
+    row_first = first // PACK
+    row_last = tl.minimum((first + BQ - 1) // PACK, length_q - 1)
+    head = h * PACK
+    within = (first + r) % PACK
+    heads_of_rows = head.to(tl.int64) if PACK == 1 else (head + within).to(tl.int64)[:, None]
+    from_row = 0 * row_first if PACK > 1 else row_first
+    kv_head = head // GROUP
+
+    rows_q = row_offsets(position - from_row, within, q_h, q_n, PACK, WIDE, VECTOR)
+    q_start = start_of(query, b, head, token_q + from_row, q_b, q_h, q_n, VECTOR)
+    q = load_tile(q_start, rows_q, dims_of(q_d, BLOCK_D, WIDE, VECTOR), position < length_q, True, D, BLOCK_D)
+    if change is None:
+        q = (q * sign).to(q.dtype)
+    k_start = start_of(key, b, kv_head, token_k, k_b, k_h, k_n, VECTOR)
+    v_start = start_of(value, b, kv_head, token_k, v_b, v_h, v_n, VECTOR)
+
+    m = tl.full([BQ], float("-inf"), tl.float32)
+    l = tl.zeros([BQ], tl.float32)
+    acc = tl.zeros([BQ, BLOCK_DV], tl.float32)
+    sequence = b.to(tl.int64)
+    if LISTS:
+        # a tile of rows lies within one block of 128
+        row = sequence * list_b + head.to(tl.int64) * list_h + row_first // 128
+        listed = order + row * blocks_k
+        start, full_start, full_stop, stop = listed_visits(counts + row * 2, row_first, row_last, BK)
+    else:
+        listed = None
+        start, full_start, full_stop, stop = visits(row_first, row_last, least, most, length_k, BK, keep is not None)
+    if LOW or keep is not None:
+        acc, m, l = attend(
+            acc, m, l, q, k_start, v_start, k_n, k_d, v_n, v_d, start, full_start, listed, position, least, most,
+            sequence, heads_of_rows, token_q, token_k, length_q, length_k, scale, seed, threshold, given, keep, change,
+            PACK, D, DV, BLOCK_D, BLOCK_DV, BK, LISTS, True, LOW, HIGH, CAREFUL, WIDE, VECTOR, PRECISION,
+        )  # fmt: skip
+    if LISTS or keep is None:
+        acc, m, l = attend(
+            acc, m, l, q, k_start, v_start, k_n, k_d, v_n, v_d, full_start, full_stop, listed, position, least, most,
+            sequence, heads_of_rows, token_q, token_k, length_q, length_k, scale, seed, threshold, given, None, change,
+            PACK, D, DV, BLOCK_D, BLOCK_DV, BK, LISTS, False, LOW, HIGH, CAREFUL, WIDE, VECTOR, PRECISION,
+        )  # fmt: skip
+    if not LISTS:
+        acc, m, l = attend(
+            acc, m, l, q, k_start, v_start, k_n, k_d, v_n, v_d, full_stop, stop, listed, position, least, most,
+            sequence, heads_of_rows, token_q, token_k, length_q, length_k, scale, seed, threshold, given, keep, change,
+            PACK, D, DV, BLOCK_D, BLOCK_DV, BK, LISTS, True, LOW, HIGH, CAREFUL, WIDE, VECTOR, PRECISION,
+        )  # fmt: skip
+
+    # a row that saw a key has l >= 1, or NaN
+    seen = (l != 0.0) & (position < length_q)
+    if sink is not None:
+        logit = tl.load(sink + head + within).to(tl.float32)
+        if change is None:
+            logit = logit * LOG2E
+        top = tl.maximum(m, logit)
+        top = tl.where(top == float("-inf"), 0.0, top)
+        if change is None:
+            kept = tl.exp2(m - top)
+            l = l * kept + tl.exp2(logit - top)
+        else:
+            kept = tl.exp2((m - top) * LOG2E)
+            l = l * kept + tl.exp2((logit - top) * LOG2E)
+        acc = acc * kept[:, None]
+        m = top
+    total = tl.where(l == 0.0, 1.0, l)
+    acc = tl.where(seen[:, None], acc / total[:, None], 0.0)
+    if seed is not None:
+        acc = acc * kept_scale
+    if change is None:
+        result = (m + tl.log2(total)) * LN2
+    else:
+        result = m + tl.log(total)
+    result = tl.where((l == 0.0) | (position >= length_q), float("-inf"), result)
+    lse_start = lse + sequence * lse_b + head.to(tl.int64) * lse_h + token_q.to(tl.int64)
+    tl.store(lse_start + within.to(tl.int64) * lse_h + position, result, mask=exists)
+    rows_o = row_offsets(position - from_row, within, o_h, o_n, PACK, WIDE, VECTOR)
+    o_start = start_of(out, b, head, token_q + from_row, o_b, o_h, o_n, VECTOR)
+    store_tile(o_start, rows_o, dims_of(o_d, BLOCK_DV, WIDE, VECTOR), exists, acc, DV, BLOCK_DV)
+
+
+@triton.jit
+def attend(
+    acc, m, l, q, k_start, v_start, k_n, k_d, v_n, v_d, begin, end, listed, position, least, most, sequence,
+    head, token_q, token_k, length_q, length_k, scale, seed, threshold, given,
+    keep: tl.constexpr, change: tl.constexpr,
+    PACK: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    BK: tl.constexpr, LISTS: tl.constexpr,
+    MASKED: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr, CAREFUL: tl.constexpr,
+    WIDE: tl.constexpr, VECTOR: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """The state of the rows after the columns [begin, end), or after these steps of a list."""
+    columns = tl.arange(0, BK)
+    rows_k = row_offsets(columns, 0, k_n, k_n, 1, WIDE, VECTOR)
+    rows_v = row_offsets(columns, 0, v_n, v_n, 1, WIDE, VECTOR)
+    dims_k = dims_of(k_d, BLOCK_D, WIDE, VECTOR)
+    dims_v = dims_of(v_d, BLOCK_DV, WIDE, VECTOR)
+    i = position[:, None]
+    for step in range(begin, end, 1 if LISTS else BK):
+        column = listed_column(listed, step, BK) if LISTS else step
+        inside = column + columns < length_k
+        j = (column + columns)[None, :]
+        k = load_tile(moved(k_start, column, k_n, VECTOR), rows_k, dims_k, inside, MASKED, D, BLOCK_D)
+        s = multiply(q, tl.trans(k), None, PRECISION)  # (BQ, BK)
+        if change is not None:
+            near_i, near_j = nearest(i, length_q), nearest(j, length_k)
+            s = change(s * scale, sequence, head, near_i, near_j, token_q, token_k, length_q, length_k, given)
+        elif MASKED:
+            s = s * scale
+        if MASKED:
+            show = visible(i, j, least, most, length_q, length_k, LOW, HIGH)
+            if keep is not None:
+                near_i, near_j = nearest(i, length_q), nearest(j, length_k)
+                show = show & keep(sequence, head, near_i, near_j, token_q, token_k, length_q, length_k, given)
+            s = tl.where(show, s, float("-inf"))
+        if change is None and not MASKED:
+            top = tl.maximum(m, tl.max(s, 1) * scale)
+        else:
+            top = tl.maximum(m, tl.max(s, 1))
+        shift = tl.where(top == float("-inf"), 0.0, top)
+        if change is not None:
+            p = tl.exp2((s - shift[:, None]) * LOG2E)
+            kept = tl.exp2((m - shift) * LOG2E)
+        elif MASKED:
+            p = tl.exp2(s - shift[:, None])
+            kept = tl.exp2(m - shift)
+        else:
+            p = tl.exp2(s * scale - shift[:, None])
+            kept = tl.exp2(m - shift)
+        l = l * kept + tl.sum(p, 1)
+        m = top
+        acc = acc * kept[:, None]
+        if seed is not None:
+            p = tl.where(alive(seed, sequence, head, i, column, threshold, BK), p, 0.0)
+        v = load_tile(moved(v_start, column, v_n, VECTOR), rows_v, dims_v, inside, MASKED, DV, BLOCK_DV)
+        if CAREFUL and (MASKED or change is not None):
+            # what no row of the tile sees may hold anything
+            v = tl.where((tl.max(s, 0) > float("-inf"))[:, None], v, 0.0).to(v.dtype)
+        acc = multiply(p.to(v.dtype), v, acc, PRECISION)
+    return acc, m, l
+
+
+def forward(problem: Problem, query: Tensor, key: Tensor, value: Tensor, *, saves: bool) -> tuple[Tensor, Tensor]:
+    """Out and LSE."""
+    out = empty_ordered((*query.shape[:-1], problem.dim_v), query, query.dtype)
+    lse = torch.empty(
+        (problem.heads_q, problem.length_q) if problem.layout == "packed" else query.shape[:-1],
+        dtype=torch.float32,
+        device=query.device,
+    )
+    if out.numel() == 0:
+        return out, lse
+    call = Call(problem)
+    tile = call.tile(FORWARD)
+    tensors = (query, key, value, out)
+    tiles, heads = call.count(problem.length_q, call.pack, tile.rows), problem.heads_q // call.pack
+    programs = tiles * heads * (1 if call.packed else problem.batch)
+    (scale, sign), vector = call.scale, call.vector(*tensors)
+    with on_device(query.device):
+        forward_kernel[(programs,)](
+            *tensors, lse, *call.all_strides(vector, *tensors), *call.lse_strides,
+            problem.batch, heads, problem.length_q, problem.length_k, tiles, *call.layout, *call.band.arguments,
+            *call.lists_for(FORWARD), scale, sign, call.sink, *call.dropout, call.given(call.semantics.reads),
+            keep=call.semantics.keep, change=call.semantics.change, PACK=call.pack,
+            WIDE=call.wide(*tensors), VECTOR=vector, **call.constants(tile),
+        )  # fmt: skip
+    return out, lse

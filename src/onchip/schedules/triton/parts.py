@@ -1,0 +1,292 @@
+"""What the kernels share: where a tile lies, how it is loaded, which pairs it hides, how dropout draws.
+
+Legend of this package: BQ rows and BK columns of a tile; D and DV head dims, BLOCK_D and BLOCK_DV powers of two that hold
+them; i a row and j a column of a sequence, b its number, h a query head; s scores, p weights, m maximum, l sum.
+PACK query heads of a group stand in one tile: row r of a tile is the position r // PACK of head r % PACK. Offsets of
+tiles are int64; inside a tile they are int32 unless WIDE. Strides count vectors of VECTOR elements, 16 bytes, to which
+pointers are aligned then; at VECTOR 1 nothing is known, and the last dimension has a stride as well.
+"""
+
+import triton
+import triton.language as tl
+
+from onchip import philox
+
+LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
+
+ROUNDS = tl.constexpr(philox.ROUNDS)
+MULTIPLIER_0, MULTIPLIER_1 = tl.constexpr(philox.MULTIPLIER_0), tl.constexpr(philox.MULTIPLIER_1)
+WEYL_0, WEYL_1 = tl.constexpr(philox.WEYL_0), tl.constexpr(philox.WEYL_1)
+
+
+# Where a tile lies
+
+
+@triton.jit
+def offset_of(cu, number, tokens):
+    """An offset of a packed batch, kept inside its tensor."""
+    return tl.minimum(tl.maximum(tl.load(cu + number).to(tl.int32), 0), tokens.to(tl.int32))
+
+
+@triton.jit
+def find_slot(slot, cu, tokens, batch, PACK: tl.constexpr, BLOCK: tl.constexpr):
+    """The sequence that a slot of BLOCK rows belongs to, and the tile's number in it.
+
+    Sequence b owns the slots from cu[b] * PACK // BLOCK + b on, which is always enough for its rows. What lies behind
+    the last offset counts as one more sequence, number `batch`.
+    """
+    low = slot * 0
+    high = low + batch.to(tl.int32) + 1
+    while high - low > 1:
+        middle = (low + high) // 2
+        begins = offset_of(cu, middle, tokens).to(tl.int64) * PACK // BLOCK + middle <= slot
+        low = tl.where(begins, middle, low)
+        high = tl.where(begins, high, middle)
+    first = offset_of(cu, low, tokens).to(tl.int64) * PACK // BLOCK + low
+    return low, (slot - first).to(tl.int32)
+
+
+@triton.jit
+def extent(b, cu, used, full, batch):
+    """Of sequence b: its first token, how many rows have room there, and how many of them exist."""
+    if cu is None:
+        start = b * 0
+        room = start + full.to(tl.int32)
+    else:
+        start = offset_of(cu, b, full)
+        stop = offset_of(cu, tl.minimum(b + 1, batch.to(tl.int32)), full)
+        # what lies behind the last offset
+        stop = tl.where(b < batch.to(tl.int32), stop, full.to(tl.int32))
+        room = tl.maximum(stop - start, 0)
+    length = room
+    if used is not None:
+        last = tl.maximum(batch.to(tl.int32) - 1, 0)
+        length = tl.minimum(tl.maximum(tl.load(used + tl.minimum(b, last)).to(tl.int32), 0), room)
+    if cu is not None:
+        length = tl.where(b < batch.to(tl.int32), length, 0)
+    return start, room, length
+
+
+@triton.jit
+def band_of(b, length_q, length_k, batch, low, high, low_aligned, high_aligned, lows, highs):
+    """A band low <= j - i <= high of sequence b, from bounds of their own, around its last diagonal, and per sequence.
+
+    Bounds that are None do not exist; what is left of them all is returned, clamped to what an int32 difference holds.
+    """
+    shift = length_k - length_q
+    place = tl.minimum(b, tl.maximum(batch.to(tl.int32) - 1, 0))
+    least = -0x3FFFFFFF + b * 0
+    most = 0x3FFFFFFF + b * 0
+    if low is not None:
+        least = tl.maximum(least, low.to(tl.int32))
+    if low_aligned is not None:
+        least = tl.maximum(least, shift + low_aligned.to(tl.int32))
+    if lows is not None:
+        least = tl.maximum(least, tl.load(lows + place))
+    if high is not None:
+        most = tl.minimum(most, high.to(tl.int32))
+    if high_aligned is not None:
+        most = tl.minimum(most, shift + high_aligned.to(tl.int32))
+    if highs is not None:
+        most = tl.minimum(most, tl.load(highs + place))
+    return least, most
+
+
+@triton.jit
+def visits(first, last, low, high, length, BLOCK: tl.constexpr, EVERY_PARTIAL: tl.constexpr):
+    """Where the rows [first, last] must look among `length` columns, in steps of BLOCK.
+
+    Returns start, full_start, full_stop, stop: pairs in [full_start, full_stop) are all visible, those in the other two
+    parts may be hidden. Works for columns that look at rows as well, with the band turned around.
+    """
+    start = tl.maximum(first + low, 0) // BLOCK * BLOCK
+    stop = tl.minimum(last + high + 1, length)
+    stop = tl.where(last < first, start, tl.maximum(stop, start))
+    full_start = (tl.maximum(last + low, 0) + BLOCK - 1) // BLOCK * BLOCK
+    full_stop = tl.maximum(tl.minimum(first + high + 1, length), 0) // BLOCK * BLOCK
+    if EVERY_PARTIAL:
+        full_start = start
+        full_stop = start
+    full_start = tl.minimum(full_start, stop)
+    full_stop = tl.minimum(tl.maximum(full_stop, full_start), tl.maximum(stop, full_start))
+    return start, full_start, full_stop, stop
+
+
+@triton.jit
+def listed_visits(counts, first, last, BK: tl.constexpr):
+    """`visits` in steps of a list of blocks of 128: first those that may hide something, then those that do not."""
+    partial = tl.load(counts) * (128 // BK)
+    every = partial + tl.load(counts + 1) * (128 // BK)
+    partial = tl.where(last < first, 0, partial)
+    every = tl.where(last < first, 0, every)
+    return partial * 0, partial, every, every
+
+
+@triton.jit
+def listed_column(order, step, BK: tl.constexpr):
+    """The first column of a step."""
+    return tl.load(order + step // (128 // BK)) * 128 + step % (128 // BK) * BK
+
+
+# Loads and stores
+
+
+@triton.jit
+def start_of(base, b, h, token, stride_b, stride_h, stride_n, VECTOR: tl.constexpr):
+    """Pointer to row `token` of head h in sequence b."""
+    return base + (b.to(tl.int64) * stride_b + h.to(tl.int64) * stride_h + token.to(tl.int64) * stride_n) * VECTOR
+
+
+@triton.jit
+def moved(start, rows, stride_n, VECTOR: tl.constexpr):
+    """The pointer, so many rows further."""
+    return start + rows.to(tl.int64) * stride_n * VECTOR
+
+
+@triton.jit
+def row_offsets(position, head, stride_h, stride_n, PACK: tl.constexpr, WIDE: tl.constexpr, VECTOR: tl.constexpr):
+    """Offsets of a tile's rows: positions from the tile's first row on, heads from the group's first one on."""
+    if PACK == 1:
+        if WIDE:
+            return position.to(tl.int64) * stride_n * VECTOR
+        else:
+            return position * stride_n.to(tl.int32) * VECTOR
+    else:
+        return (position.to(tl.int64) * stride_n + head.to(tl.int64) * stride_h) * VECTOR
+
+
+@triton.jit
+def dims_of(stride_d, BLOCK: tl.constexpr, WIDE: tl.constexpr, VECTOR: tl.constexpr):
+    """Offsets of a row's elements."""
+    d = tl.arange(0, BLOCK)
+    if VECTOR == 1:
+        if WIDE:
+            d = d.to(tl.int64)
+            d = d * stride_d
+        else:
+            d = d * stride_d.to(tl.int32)
+    return d
+
+
+@triton.jit
+def load_tile(start, rows, dims, exists, MASKED: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr):
+    """(rows, BLOCK) with 0 beyond D, and where a row does not exist if MASKED."""
+    pointers = start + rows[:, None] + dims[None, :]
+    if BLOCK == D:
+        if MASKED:
+            tile = tl.load(pointers, mask=exists[:, None], other=0.0)
+        else:
+            tile = tl.load(pointers)
+    else:
+        inside = tl.arange(0, BLOCK)[None, :] < D
+        if MASKED:
+            inside = exists[:, None] & inside
+        tile = tl.load(pointers, mask=inside, other=0.0)
+    return tile
+
+
+@triton.jit
+def store_tile(start, rows, dims, exists, tile, D: tl.constexpr, BLOCK: tl.constexpr):
+    pointers = start + rows[:, None] + dims[None, :]
+    keep = exists[:, None]
+    if BLOCK != D:
+        keep = keep & (tl.arange(0, BLOCK)[None, :] < D)
+    tl.store(pointers, tile.to(start.dtype.element_ty), mask=keep)
+
+
+@triton.jit
+def multiply(a, b, accumulator, PRECISION: tl.constexpr):
+    """a @ b, added to the accumulator unless it is None."""
+    if accumulator is None:
+        return tl.dot(a, b, input_precision=PRECISION)
+    else:
+        return tl.dot(a, b, accumulator, input_precision=PRECISION)
+
+
+# Scores and weights
+
+
+@triton.jit
+def visible(i, j, low, high, length_q, length_k, LOW: tl.constexpr, HIGH: tl.constexpr):
+    """Pairs that exist and lie in the band; i and j broadcast against each other."""
+    keep = (j < length_k) & (i < length_q)
+    if LOW:
+        keep = keep & (j - i >= low)
+    if HIGH:
+        keep = keep & (j - i <= high)
+    return keep
+
+
+@triton.jit
+def nearest(index, length):
+    """The index, or the nearest one that exists: what lies outside reads something, and is hidden later."""
+    return tl.maximum(tl.minimum(index, length - 1), 0)
+
+
+@triton.jit
+def capped(s, cap):
+    """cap * tanh(s / cap), exact to a few units in the last place of float32.
+
+    Below 0.625 a polynomial (Cephes, tanhf), above it 1 - 2 / (exp(2 x) + 1).
+    """
+    return _tanh(s / cap) * cap
+
+
+@triton.jit
+def capped_slope(s, cap):
+    """The derivative of `capped`: 1 - tanh(s / cap) ** 2."""
+    t = _tanh(s / cap)
+    return 1.0 - t * t
+
+
+@triton.jit
+def _tanh(x):
+    size = tl.abs(x)
+    z = x * x
+    small = -5.70498872745e-3 * z + 2.06390887954e-2
+    small = small * z - 5.37397155531e-2
+    small = small * z + 1.33314422036e-1
+    small = small * z - 3.33332819422e-1
+    small = small * z * x + x
+    large = 1.0 - 2.0 / (tl.exp(2.0 * size) + 1.0)
+    large = tl.where(x < 0, -large, large)
+    return tl.where(size < 0.625, small, large)
+
+
+@triton.jit
+def alive(seed, sequence, head, row, column_start, threshold, BK: tl.constexpr):
+    """Which weights dropout keeps, bool (rows, BK): the counter of onchip/philox.py.
+
+    `row` is (rows, 1), `head` that or a number; `column_start` is a multiple of 8.
+    """
+    group = (column_start // 8 + tl.arange(0, BK // 8))[None, :]
+    zero = (row * 0 + group * 0).to(tl.uint32)
+    key = tl.load(seed)
+    k0 = (key & 0xFFFFFFFF).to(tl.uint32)
+    k1 = ((key >> 32) & 0xFFFFFFFF).to(tl.uint32)
+    c0 = zero + group.to(tl.uint32)
+    c1 = zero + row.to(tl.uint32)
+    c2 = zero + head.to(tl.uint32)
+    c3 = zero + sequence.to(tl.uint32)
+    m0 = tl.full([1, 1], MULTIPLIER_0, tl.uint32)
+    m1 = tl.full([1, 1], MULTIPLIER_1, tl.uint32)
+    w0 = tl.full([1, 1], WEYL_0, tl.uint32)
+    w1 = tl.full([1, 1], WEYL_1, tl.uint32)
+    k0 = k0 + w0 * 0
+    k1 = k1 + w1 * 0
+    for _ in tl.static_range(ROUNDS):
+        high_0 = tl.umulhi(c0, zero + m0)
+        high_1 = tl.umulhi(c2, zero + m1)
+        low_0 = c0 * m0
+        low_1 = c2 * m1
+        c0 = high_1 ^ c1 ^ k0
+        c2 = high_0 ^ c3 ^ k1
+        c1 = low_1
+        c3 = low_0
+        k0 = k0 + w0
+        k1 = k1 + w1
+    # lanes 0 to 7 are the low and high halves of the four words
+    even = tl.interleave(tl.interleave(c0 & 0xFFFF, c2 & 0xFFFF), tl.interleave(c1 & 0xFFFF, c3 & 0xFFFF))
+    odd = tl.interleave(tl.interleave(c0 >> 16, c2 >> 16), tl.interleave(c1 >> 16, c3 >> 16))
+    return tl.interleave(even, odd).to(tl.int32) >= threshold

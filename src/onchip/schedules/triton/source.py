@@ -1,0 +1,183 @@
+"""What a mask and scores mean, as Triton source: the one place where a problem's semantics enter the kernels.
+
+A kernel takes up to three functions as constants and one tuple `given` of what they read:
+
+    keep(b, h, i, j, token_q, token_k, length_q, length_k, given)              which pairs are visible
+    change(s, b, h, i, j, token_q, token_k, length_q, length_k, given)         the score after every step
+    differentiate(g, s, b, h, i, j, ..., given)      the gradient of the score before the steps; s is that score
+
+b and h are int64, i and j int32, any shapes that broadcast against each other. Source depends on structure alone (the
+spec of onchip/lowering.py), so equal structures share kernels, in this process and on disk.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import linecache
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import triton
+import triton.language as tl
+
+from onchip.lowering import Node
+from onchip.schedules.triton import parts
+
+ARGUMENTS = "b, h, i, j, token_q, token_k, length_q, length_k, given"
+
+Reads = tuple[tuple[Any, ...], ...]
+
+
+@dataclass(frozen=True)
+class Semantics:
+    """Functions of one structure, and what `given` holds for them.
+
+    `reads` lists ("tensor", place, role), ("integer", place) and ("real", place): places in the problem's lowered
+    lists. A role says which strides follow the pointer: "pair", "head", "row" or "column".
+    `hides` says that a step may give minus infinity.
+    """
+
+    keep: Any
+    change: Any
+    differentiate: Any
+    reads: Reads
+    hides: bool
+
+
+class Emitter:
+    """Writes expressions and remembers what they read."""
+
+    def __init__(self, packed: bool) -> None:
+        self._packed = packed
+        self.reads: list[tuple[Any, ...]] = []
+        self._slots: dict[tuple[Any, ...], int] = {}
+        self._count = 0
+
+    def _slot(self, read: tuple[Any, ...], width: int) -> int:
+        if read not in self._slots:
+            self._slots[read] = self._count
+            self.reads.append(read)
+            self._count += width
+        return self._slots[read]
+
+    def integer(self, place: int) -> str:
+        return f"given[{self._slot(('integer', place), 1)}]"
+
+    def real(self, place: int) -> str:
+        return f"given[{self._slot(('real', place), 1)}]"
+
+    def head(self, place: int) -> str:
+        slot = self._slot(("tensor", place, "head"), 3)
+        return f"tl.load(given[{slot}] + b * given[{slot + 1}] + h * given[{slot + 2}])"
+
+    def sequence(self, place: int) -> str:
+        slot = self._slot(("tensor", place, "head"), 3)
+        return f"tl.load(given[{slot}] + b * given[{slot + 2}])"
+
+    def row(self, place: int) -> str:
+        slot = self._slot(("tensor", place, "row"), 3)
+        return f"tl.load(given[{slot}] + b * given[{slot + 1}] + (token_q + i).to(tl.int64) * given[{slot + 2}])"
+
+    def column(self, place: int) -> str:
+        slot = self._slot(("tensor", place, "column"), 3)
+        return f"tl.load(given[{slot}] + b * given[{slot + 1}] + (token_k + j).to(tl.int64) * given[{slot + 2}])"
+
+    def pair(self, place: int, i: str = "i", j: str = "j") -> str:
+        slot = self._slot(("tensor", place, "pair"), 7)
+        pointer, b, h, q, k, rows, columns = (f"given[{slot + n}]" for n in range(7))
+        if self._packed:
+            # as long as the longest sequence, which only the device knows
+            i, j = f"tl.minimum({i}, {rows} - 1)", f"tl.minimum({j}, {columns} - 1)"
+        return f"tl.load({pointer} + b * {b} + h * {h} + ({i}).to(tl.int64) * {q} + ({j}).to(tl.int64) * {k})"
+
+    def offset(self, diagonal: Node) -> str:
+        if diagonal == "bottom-right":
+            return "(length_k - length_q)"
+        if diagonal == "top-left":
+            return "0"
+        kind, place = diagonal
+        return f"{self.sequence(place)}.to(tl.int32)" if kind == "tensor" else self.integer(place)
+
+    # Masks
+
+    def mask(self, node: Node) -> str:
+        return getattr(self, f"_{node[0]}")(*node[1:])
+
+    def _and(self, *nodes: Node) -> str:
+        return "(" + " & ".join(self.mask(node) for node in nodes) + ")"
+
+    def _or(self, *nodes: Node) -> str:
+        return "(" + " | ".join(self.mask(node) for node in nodes) + ")"
+
+    def _not(self, node: Node) -> str:
+        return f"({self.mask(node)} == 0)"
+
+    def _band(self, left: int | None, right: int | None, diagonal: Node) -> str:
+        distance = f"(j - i - {self.offset(diagonal)})"
+        sides = [] if left is None else [f"({distance} >= -{self.integer(left)})"]
+        sides += [] if right is None else [f"({distance} <= {self.integer(right)})"]
+        return "(" + " & ".join(sides or ["(i + j >= 0)"]) + ")"
+
+    def _keys(self, kept: int) -> str:
+        return f"({self.column(kept)} != 0)"
+
+    def _documents(self, query_ids: int, key_ids: int) -> str:
+        return f"({self.row(query_ids)} == {self.column(key_ids)})"
+
+    def _blocks(self, kept: int, size_q: int, size_k: int) -> str:
+        return f"({self.pair(kept, f'(i // {self.integer(size_q)})', f'(j // {self.integer(size_k)})')} != 0)"
+
+    def _tensor(self, kept: int) -> str:
+        return f"({self.pair(kept)} != 0)"
+
+    # Scores
+
+    def steps(self, nodes: tuple[Node, ...]) -> list[str]:
+        """Statements that turn s into the score after the steps."""
+        lines = []
+        for kind, *rest in nodes:
+            if kind == "softcap":
+                lines.append(f"s = capped(s, {self.real(rest[0])})")
+            elif kind == "alibi":
+                slopes, diagonal = rest
+                distance = f"tl.abs(i + {self.offset(diagonal)} - j).to(tl.float32)"
+                lines.append(f"s = s - {self.head(slopes)}.to(tl.float32) * {distance}")
+            elif kind == "bias":
+                lines += [
+                    f"t = {self.pair(rest[0])}.to(tl.float32)",
+                    "s = tl.where(t == float('-inf'), t, s + t)",
+                ]
+        return lines
+
+
+@lru_cache(maxsize=1024)
+def semantics(mask: Node, scores: tuple[Node, ...], packed: bool) -> Semantics:
+    """The functions of a residual mask (a node of a spec, or None) and of score steps in order, without a sink."""
+    emitter = Emitter(packed)
+    keep = None if mask is None else _function("keep", ARGUMENTS, [f"return {emitter.mask(mask)}"])
+    change = None if not scores else _function("change", f"s, {ARGUMENTS}", [*emitter.steps(scores), "return s"])
+    # every other step adds a term
+    slopes = [f"g = g * capped_slope(s, {emitter.real(rest[0])})" for kind, *rest in scores if kind == "softcap"]
+    differentiate = None if not slopes else _function("differentiate", f"g, s, {ARGUMENTS}", [*slopes, "return g"])
+    return Semantics(
+        keep, change, differentiate, tuple(emitter.reads), any(kind in ("bias", "modify") for kind, *_ in scores)
+    )
+
+
+@lru_cache(maxsize=1024)
+def distance(diagonal: Node, packed: bool) -> tuple[Any, Reads]:
+    """The derivative of an ALiBi step by its slope, as a function of the pair."""
+    emitter = Emitter(packed)
+    body = f"return -tl.abs(i + {emitter.offset(diagonal)} - j).to(tl.float32)"
+    return _function("distance", ARGUMENTS, [body]), tuple(emitter.reads)
+
+
+def _function(name: str, arguments: str, lines: list[str]) -> Any:
+    """A jitted function of generated source, under a file name that tracebacks and the compiler find."""
+    source = f"def {name}({arguments}):\n" + "".join(f"    {line}\n" for line in lines)
+    file = f"<onchip {name} {hashlib.sha256(source.encode()).hexdigest()[:16]}>"
+    linecache.cache[file] = (len(source), None, source.splitlines(True), file)
+    scope = {"tl": tl, "capped": parts.capped, "capped_slope": parts.capped_slope, "__name__": __name__}
+    exec(compile(source, file, "exec"), scope)
+    return triton.jit(scope[name])

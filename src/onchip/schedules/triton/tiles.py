@@ -1,0 +1,102 @@
+"""Tile sizes as data: one frozen configuration for each architecture, kernel, head dim, dtype and kind of problem.
+
+Nothing is tuned in a call. A row is chosen by what a problem is, never by its lengths, so a kernel that was compiled
+once serves every length.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Rows and columns of a tile of scores, warps of a program, stages of its pipeline."""
+
+    rows: int
+    columns: int
+    warps: int
+    stages: int
+
+
+FEW = 64
+"""Query heads of a group stand in one tile if there are no more positions than this."""
+
+FORWARD, KEYS, QUERIES, GRADIENT = "forward", "keys", "queries", "gradient"
+"""The kernels: out and LSE; dK and dV; dQ; the gradient of a bias or of slopes."""
+
+KERNELS = (FORWARD, KEYS, QUERIES, GRADIENT)
+INTERPRETED = Tile(16, 32, 1, 1)
+
+
+@dataclass(frozen=True)
+class Row:
+    """The first row that fits names the tile.
+
+    Attributes:
+        architectures: of `architecture`, or () for any.
+        kernel: one of KERNELS.
+        dim: fits up to this head dim, the larger of the two.
+        bits: of an element, 16 or 32.
+        kinds: "plain", "band", "changed" (scores, dropout or a mask beyond a band), "few" (packed heads); () is any.
+    """
+
+    architectures: tuple[str, ...]
+    kernel: str
+    dim: int
+    bits: int
+    kinds: tuple[str, ...]
+    tile: Tile
+
+
+ANY: tuple[str, ...] = ()
+TABLE = (
+    Row(("sm_90",), FORWARD, 64, 16, ("plain", "band"), Tile(128, 128, 8, 3)),
+    Row(("sm_90",), FORWARD, 128, 16, ("plain", "band"), Tile(128, 128, 8, 3)),
+    Row(("sm_90",), FORWARD, 256, 16, ("plain", "band"), Tile(128, 64, 8, 2)),
+    Row(("sm_90",), KEYS, 64, 16, ("plain", "band"), Tile(64, 128, 8, 3)),
+    Row(("sm_90",), KEYS, 128, 16, ("plain", "band"), Tile(64, 128, 8, 2)),
+    Row(("sm_90",), QUERIES, 64, 16, ("plain", "band"), Tile(128, 64, 8, 3)),
+    Row(("sm_90",), QUERIES, 128, 16, ("plain", "band"), Tile(128, 64, 8, 2)),
+    # any architecture: two stages of these fit the 99 KiB of the smallest
+    Row(ANY, FORWARD, 128, 16, ("few",), Tile(16, 64, 4, 2)),
+    Row(ANY, FORWARD, 256, 16, ("few",), Tile(16, 64, 4, 2)),
+    Row(ANY, FORWARD, 64, 16, ANY, Tile(128, 64, 4, 3)),
+    Row(ANY, FORWARD, 128, 16, ANY, Tile(128, 64, 8, 2)),
+    Row(ANY, FORWARD, 256, 16, ANY, Tile(64, 32, 4, 2)),
+    Row(ANY, KEYS, 64, 16, ANY, Tile(64, 64, 4, 2)),
+    Row(ANY, KEYS, 128, 16, ANY, Tile(32, 64, 4, 2)),
+    Row(ANY, KEYS, 256, 16, ANY, Tile(32, 32, 4, 1)),
+    Row(ANY, QUERIES, 64, 16, ANY, Tile(64, 64, 4, 2)),
+    Row(ANY, QUERIES, 128, 16, ANY, Tile(64, 32, 4, 2)),
+    Row(ANY, QUERIES, 256, 16, ANY, Tile(32, 32, 4, 1)),
+    Row(ANY, GRADIENT, 128, 16, ANY, Tile(64, 64, 4, 1)),
+    Row(ANY, GRADIENT, 256, 16, ANY, Tile(32, 32, 4, 1)),
+    Row(ANY, FORWARD, 64, 32, ANY, Tile(64, 32, 4, 2)),
+    Row(ANY, FORWARD, 128, 32, ANY, Tile(32, 32, 4, 1)),
+    Row(ANY, FORWARD, 256, 32, ANY, Tile(16, 16, 4, 1)),
+    Row(ANY, KEYS, 64, 32, ANY, Tile(32, 32, 4, 1)),
+    Row(ANY, KEYS, 128, 32, ANY, Tile(16, 32, 4, 1)),
+    Row(ANY, KEYS, 256, 32, ANY, Tile(16, 16, 4, 1)),
+    Row(ANY, QUERIES, 64, 32, ANY, Tile(32, 32, 4, 1)),
+    Row(ANY, QUERIES, 128, 32, ANY, Tile(32, 16, 4, 1)),
+    Row(ANY, QUERIES, 256, 32, ANY, Tile(16, 16, 4, 1)),
+    Row(ANY, GRADIENT, 128, 32, ANY, Tile(32, 32, 4, 1)),
+    Row(ANY, GRADIENT, 256, 32, ANY, Tile(16, 16, 4, 1)),
+)
+
+
+def tile_of(architecture: str, kernel: str, dim: int, bits: int, kind: str) -> Tile:
+    """The tile for a kernel; `architecture` is "sm_80", "sm_90", "gfx942" and the like, or "interpreter"."""
+    if architecture == "interpreter":
+        return INTERPRETED
+    for row in TABLE:
+        if (
+            row.kernel == kernel
+            and row.bits == bits
+            and dim <= row.dim
+            and (not row.architectures or architecture in row.architectures)
+            and (not row.kinds or kind in row.kinds)
+        ):
+            return row.tile
+    raise AssertionError(f"no tile for {kernel}, head dim {dim}, {bits} bits")
