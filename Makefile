@@ -17,13 +17,13 @@ make_venv = $(PYTHON) -m venv --clear $(1) || { \
 	echo "cannot make a virtual environment: install python3-venv or python3-pip, or name another Python: make PYTHON=..."; \
 	exit 1; }
 
-.PHONY: demo test setup lint gpu-test wheel-test clean
+.PHONY: demo test setup lint interpret-test compile-all gpu-test gpu-smoke wheel-test clean
 .NOTPARALLEL:
 
 demo: $(INSTALLED)
 	.venv/bin/onchip demo
 
-test: lint wheel-test
+test: lint wheel-test interpret-test
 	.venv/bin/python -m pytest -m "not gpu" -n 2
 
 setup: $(INSTALLED)
@@ -33,9 +33,26 @@ lint: $(INSTALLED)
 	.venv/bin/ruff format --check
 	.venv/bin/mypy
 
-# With the Python, torch and pytest that the GPU machine already has.
+# The contract on the Triton kernels without a GPU: interpreted, on short problems.
+interpret-test: $(INSTALLED)
+	TRITON_INTERPRET=1 .venv/bin/python -m pytest tests/contract --schedule triton -n 2 \
+		-W "ignore::DeprecationWarning:triton.runtime.interpreter"
+
+# Every Triton kernel for every head dim, dtype, target and kind of problem, without a GPU: some 40 minutes, the first time.
+compile-all: $(INSTALLED)
+	.venv/bin/python -m tests.compile.everything
+
+# With the Python, torch, pytest, pytest-xdist and hypothesis that the GPU machine already has.
+WORKERS ?= 15
+GPU_PYTEST = PYTHONPATH=src $(PYTHON) -m pytest -n $(WORKERS) --dist loadgroup
+
+# The contract on the device holds what test_covering_problems of tests/gpu asks.
 gpu-test:
-	PYTHONPATH=src $(PYTHON) -m pytest -m gpu
+	$(GPU_PYTEST) tests/contract --device cuda
+	$(GPU_PYTEST) -m gpu --deselect tests/gpu/test_schedules.py::test_covering_problems
+
+gpu-smoke:
+	$(GPU_PYTEST) tests/contract -m smoke --device cuda --schedule triton --schedule chosen
 
 # The built wheel in an environment that holds nothing but what the wheel asks for.
 wheel-test: $(INSTALLED) $(WHEEL_INSTALLED)

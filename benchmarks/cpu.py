@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import itertools
 import json
-import sys
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Annotated
 
 import typer
+from common import application, make_console, read_records, say
 from cpu_cases import Case, Point, cases, points
 from rich.console import Console
 from rich.table import Table
@@ -31,12 +31,7 @@ QUICK_ROUNDS = 2
 WIDTH = 150
 CHOICES = "choices.json"
 
-app = typer.Typer(
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    rich_markup_mode=None,
-    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
-)
+app = application()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,8 +66,7 @@ def cpu(
     chosen = [case for case in cases(quick) if only in case.name]
     if not chosen and not choices:
         raise typer.BadParameter(f"--only: no case has {only!r} in its name")
-    # A file or a pipe has no width; the table is not to be cut there.
-    console = Console(width=None if sys.stdout.isatty() else WIDTH, highlight=False)
+    console = make_console(WIDTH)
     machine = read_machine()
     out = out or default_directory(machine)
     if show:
@@ -80,7 +74,7 @@ def cpu(
         return
     records: dict[Case, Record] = {}
     for number, case in enumerate(chosen, start=1):
-        _say(f"[{number}/{len(chosen)}] {case.name}, {case.direction}")
+        say(f"[{number}/{len(chosen)}] {case.name}, {case.direction}")
         try:
             record = measure(case, rounds or (QUICK_ROUNDS if quick else CASE_ROUNDS))
         except ModelMissing as missing:
@@ -103,7 +97,7 @@ def cpu(
 
 
 def _show(console: Console, chosen: list[Case], out: Path, choices: bool) -> None:
-    found = {(record.suite, record.what.direction): record for record in map(_read, sorted(out.glob("cpu-*.json")))}
+    found = {(record.suite, record.what.direction): record for record in read_records(out, "cpu-*.json")}
     records = {case: found[key] for case in chosen if (key := (suite(case), case.direction)) in found}
     if not records and not (choices and (out / CHOICES).exists()):
         raise typer.BadParameter(f"no records of these cases in {out}")
@@ -201,10 +195,6 @@ def _numbers(case: Case, numbers: tuple[float, float, float]) -> tuple[str, str,
     )
 
 
-def _read(path: Path) -> Record:
-    return Record.from_json(path.read_text(encoding="utf-8"))
-
-
 # Choices
 
 
@@ -219,7 +209,7 @@ def measure_choices(grid: list[Point], rounds: int, machine: Machine, out: Path 
     }
     measured: list[Choice] = []
     for number, point in enumerate(grid, start=1):
-        _say(f"[{number}/{len(grid)}] {point}")
+        say(f"[{number}/{len(grid)}] {point}")
         calls = point.contenders()
         if not calls:
             continue
@@ -262,11 +252,6 @@ def print_choices(console: Console, measured: list[Choice]) -> None:
 
 def _load(machine: Machine) -> str:
     return f"{machine.load_average[0]:g}" if machine.load_average else "unknown"
-
-
-def _say(line: str) -> None:
-    # A line each, not a bar: its thread would take time from those that are timed.
-    print(line, file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
+from common import backward, inference
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -119,13 +120,13 @@ class Point:
 
     def contenders(self) -> dict[str, Contender]:
         """A call for every schedule that runs the problem, by its name. Each has run once."""
-        dtype, backward = getattr(torch, self.dtype), self.direction == "backward"
+        dtype, alone = getattr(torch, self.dtype), self.direction == "backward"
         lengths = torch.linspace(self.length / 3, self.length, self.batch).round().int()
         packed = self.kind == "packed"
         shape: tuple[int, ...] = (self.batch, self.heads, self.length, self.dim)
         if packed:
             shape = (int(lengths.sum()), self.heads, self.dim)
-        query, key, value, gradient = _random(shape, dtype, backward)
+        query, key, value, gradient = _random(shape, dtype, alone)
         options: dict[str, Any] = {
             "causal": {"causal": True},
             "window": {"causal": True, "window": (self.length // 4, 0)},
@@ -144,9 +145,7 @@ class Point:
                 continue
             attend: Callable[[], Tensor] = partial(cast(Any, function), *inputs, schedule=name, **options)
             try:
-                call = _inference(attend)
-                if backward:
-                    call = partial(torch.autograd.grad, attend(), (query, key, value), gradient, retain_graph=True)
+                call = backward(attend, (query, key, value), gradient) if alone else inference(attend)
                 call()
             except onchip.Unsupported:
                 continue
@@ -336,15 +335,7 @@ def _math(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = 
 
 
 def _call(direction: str, attend: Callable[[], Tensor], leaves: Sequence[Tensor], gradient: Tensor) -> Contender:
-    return _inference(attend) if direction == "forward" else partial(_step, attend, leaves, gradient)
-
-
-def _inference(attend: Callable[[], Tensor]) -> Contender:
-    def call() -> Tensor:
-        with torch.no_grad():
-            return attend()
-
-    return call
+    return inference(attend) if direction == "forward" else partial(_step, attend, leaves, gradient)
 
 
 def _step(attend: Callable[[], Tensor], leaves: Sequence[Tensor], gradient: Tensor) -> None:

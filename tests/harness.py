@@ -3,7 +3,8 @@
 import torch
 
 import onchip
-from tests import oracle
+from tests import machine, oracle
+from tests.machine import moved
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 # Schedules that must run every problem. Any other one may decline with reasons: conftest.py then skips the test.
@@ -31,24 +32,43 @@ def arguments(problem, leaves):
     return positional, keywords
 
 
-def call(problem, schedule, leaves=None, **overrides):
-    """Output(out, lse) of the public function, on `leaves` or on the problem's own."""
-    positional, keywords = arguments(problem, problem.leaves if leaves is None else leaves)
+def compute(problem, schedule, leaves, **overrides):
+    """Output(out, lse) of the public function, where the tensors are."""
+    positional, keywords = arguments(problem, leaves)
     function = onchip.attention_varlen_with_lse if problem.packed else onchip.attention_with_lse
-    return function(*positional, **keywords | {"schedule": schedule} | overrides)
+    output = function(*positional, **keywords | {"schedule": schedule} | overrides)
+    assert all(part.device == leaves["query"].device for part in output)
+    return output
+
+
+def place(problem):
+    """Where to compute a problem, which is where its tensors are unless that is the CPU, and where they are."""
+    home = problem.leaves["query"].device.type
+    return machine.DEVICE if home == "cpu" else home, home
+
+
+def call(problem, schedule, leaves=None, **overrides):
+    """Output(out, lse) on `leaves` or on the problem's own, computed on the device of --device and brought back."""
+    device, home = place(problem)
+    problem, overrides = moved(problem, device), moved(overrides, device)
+    leaves = problem.leaves if leaves is None else moved(leaves, device)
+    return onchip.Output(*moved(compute(problem, schedule, leaves, **overrides), home))
 
 
 def attempt(problem, schedule, d_out=None, d_lse=None, **overrides):
     """Result of onchip: out, LSE and the gradient of every leaf for the given incoming gradients."""
-    leaves = {name: leaf.detach().requires_grad_() for name, leaf in problem.leaves.items()}
-    out, lse = call(problem, schedule, leaves, **overrides)
     if d_out is None:
         d_out, d_lse = oracle.cotangents(problem)
-    found = torch.autograd.grad((out, lse), list(leaves.values()), (d_out, d_lse), allow_unused=True)
+    device, home = place(problem)
+    problem, overrides, incoming = moved(problem, device), moved(overrides, device), moved((d_out, d_lse), device)
+    leaves = {name: leaf.detach().requires_grad_() for name, leaf in problem.leaves.items()}
+    out, lse = compute(problem, schedule, leaves, **overrides)
+    found = torch.autograd.grad((out, lse), list(leaves.values()), incoming, allow_unused=True)
     gradients = dict(zip(leaves, found, strict=True))
     missing = [name for name, gradient in gradients.items() if gradient is None]
     assert not missing, f"no gradient reached {missing}"
-    return oracle.Result(out.detach(), lse.detach(), gradients)
+    assert all(gradient.device == leaves[name].device for name, gradient in gradients.items())
+    return oracle.Result(*moved((out.detach(), lse.detach(), gradients), home))
 
 
 def check(problem, schedule, **overrides):

@@ -1,7 +1,8 @@
 """The problems that the contract tests run: a fixed covering list and a hypothesis strategy over all flags together."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import pytest
 import torch
 from hypothesis import strategies
 
@@ -19,14 +20,18 @@ from tests.describe import (
     TensorMask,
     Window,
 )
+from tests.machine import INTERPRETED, sized
 from tests.oracle import Problem
+
+SHORT = 33  # rows and columns where kernels are interpreted: some tiles of 16 or 32, and a tail
+LONGEST, SHARED_BLOCK = sized((70, 128), (SHORT, 16))
 
 
 @dataclass(frozen=True)
 class Spec:
     """A problem as plain flags, so that it prints, hashes and shrinks. `build` makes its tensors."""
 
-    lengths: tuple = ((100, 100),)  # (length_q, length_k) of each sequence
+    lengths: tuple = sized(((100, 100),), ((25, 33),))  # (length_q, length_k) of each sequence
     heads: tuple = (2, 2)  # (heads_q, heads_kv)
     dims: tuple = (16, 16)  # (dim_qk, dim_v)
     layout: str = "dense"  # dense, padded, packed, or gapped: packed with lengths
@@ -41,6 +46,17 @@ class Spec:
     view: str = "contiguous"  # contiguous, transposed, interleaved or stacked
     tail: int = 0  # rows behind every sequence (padded, gapped) or behind the last one (packed)
     seed: int = 0
+
+    def shortened(self, longest):
+        """The same features on few heads and sequences of at most `longest` rows and columns, with windows to fit."""
+        group, heads_kv = self.heads[0] // self.heads[1], min(self.heads[1], 2)
+        heads = (min(group, 3) * heads_kv, heads_kv)
+        factor = -(-max((length for pair in self.lengths for length in pair), default=0) // longest)
+        if factor <= 1:
+            return replace(self, heads=heads)
+        window = self.window and tuple(side if side is None else side // factor for side in self.window)
+        lengths = tuple(tuple(-(-length // factor) for length in pair) for pair in self.lengths)
+        return replace(self, lengths=lengths, heads=heads, window=window)
 
     def __str__(self):
         default = Spec()
@@ -137,7 +153,9 @@ class Builder:
                 self.each_token(lambda *shape: self.integers(3, *shape).int(), 1),
             ),
             "blocks": lambda: Blocks(self.coin(0.6, self.batch, heads, rows, columns), (32, 16)),
-            "shared_blocks": lambda: Blocks(self.coin(0.6, -(-self.longest_q // 128), -(-self.longest_k // 128))),
+            "shared_blocks": lambda: Blocks(
+                self.coin(0.6, -(-self.longest_q // SHARED_BLOCK), -(-self.longest_k // SHARED_BLOCK)), SHARED_BLOCK
+            ),
             "tensor": lambda: TensorMask(self.coin(0.7, *full)),
             "rows": lambda: TensorMask(self.coin(0.9, self.batch, 1, self.longest_q, 1)),
             "bare": lambda: TensorMask(self.coin(0.5, self.longest_q, self.longest_k), bare=True),
@@ -236,7 +254,10 @@ UNEQUAL = {
     "wide": ((63, 129), (63, 129)),
     "tall": ((129, 63), (129, 63)),
 }
-RAGGED = ((100, 129), (0, 63), (1, 1), (63, 0), (129, 100))
+RAGGED = sized(
+    ((100, 129), (0, 63), (1, 1), (63, 0), (129, 100)),
+    ((25, 33), (0, 16), (1, 1), (16, 0), (33, 25)),
+)
 SCORES = ("softcap", "alibi", "bias", "wobble", "relative", "gate", "sink")
 MASKS = tuple(Builder(Spec(), torch.float32).masks())
 
@@ -327,13 +348,26 @@ LONG = [
 COVERING = SINGLE_FEATURES + SIZES + PAIRS
 
 
-def named(specs):
-    """Keywords of pytest.mark.parametrize for a list of Specs, with readable test names."""
-    return {"argnames": "spec", "argvalues": specs, "ids": str}
+SMOKE = frozenset(SINGLE_FEATURES + PAIRS[::3])
+
+
+def fitted(specs):
+    """The specs, or where kernels are interpreted those without functions of the user, short and each once."""
+    if not INTERPRETED:
+        return specs
+    functions = ("checkers", "nearby", "wobble", "relative", "gate")
+    plain = [spec for spec in specs if not any(name in f"{spec.mask} {spec.score}" for name in functions)]
+    return list(dict.fromkeys(spec.shortened(SHORT) for spec in plain))
+
+
+def named(specs, smoke=frozenset()):
+    """Keywords of pytest.mark.parametrize for a list of Specs, with readable test names; those in `smoke` marked so."""
+    values = [pytest.param(spec, id=str(spec), marks=[pytest.mark.smoke] * (spec in smoke)) for spec in fitted(specs)]
+    return {"argnames": "spec", "argvalues": values}
 
 
 @strategies.composite
-def specs(draw, longest=70):
+def specs(draw, longest=LONGEST):
     """Any Spec: every flag drawn together."""
     length = strategies.integers(0, longest)
     heads_kv = draw(strategies.sampled_from((1, 2)))

@@ -28,7 +28,7 @@ from onchip.checks import (
 )
 from onchip.functions import Traced, Untraced, by_name, trace
 from onchip.lowering import Node, Reader, Writer, kind
-from onchip.states import FULL, Grid, extremes, pool, pooled_states, state_of
+from onchip.states import FULL, Grid, extremes, pool, pooled_states, state_of, whole_states
 from onchip.tile import Diagonal, RectGeometry, Tile, rank4
 
 if TYPE_CHECKING:
@@ -381,7 +381,7 @@ class Pairs(Mask):
         return tile.take(self.kept, "pair")
 
     def states(self, grid: Grid) -> Tensor:
-        return pooled_states(self.keep, grid)
+        return pooled_states(self.keep, grid) if self.kept.device.type == "cpu" else whole_states(self.keep, grid)
 
     def lower(self, writer: Writer) -> str:
         return f"('tensor',{writer.tensor(self.kept)})"

@@ -70,3 +70,24 @@ def pooled_states(keep: Callable[[Tile], Tensor], grid: Grid) -> Tensor:
         any_kept, all_kept = pool(kept.any(-2), grid.block_k)[0], pool(kept.all(-2), grid.block_k)[1]
         strips.append(state_of(any_kept, all_kept))
     return torch.stack(strips, dim=2)
+
+
+def whole_states(keep: Callable[[Tile], Tensor], grid: Grid) -> Tensor:
+    """The same in a few operations, for a mask that is a tensor over pairs: many strips are many launches on a GPU."""
+    kept = keep(grid.geometry.whole())
+    for dim in (0, 1):
+        if kept.stride(dim) == 0:
+            kept = kept.narrow(dim, 0, min(1, kept.shape[dim]))
+    any_rows, all_rows = (_over_rows(kept, reduce, grid.block_q) for reduce in (torch.any, torch.all))
+    blocks = (grid.rows()[0].shape[0], grid.columns()[0].shape[0])
+    any_kept, all_kept = pool(any_rows, grid.block_k)[0], pool(all_rows, grid.block_k)[1]
+    return state_of(any_kept, all_kept).expand(*kept.shape[:2], *blocks)
+
+
+def _over_rows(kept: Tensor, reduce: Callable[..., Tensor], size: int) -> Tensor:
+    """Any or all over blocks of rows, (batch, heads, blocks, columns), without a copy of the mask."""
+    full = kept.shape[2] // size * size
+    parts = [reduce(kept[:, :, :full].unflatten(2, (full // size, size)), 3)] if full else []
+    if full < kept.shape[2] or not parts:
+        parts.append(reduce(kept[:, :, full:], 2, keepdim=True))
+    return torch.cat(parts, 2)

@@ -7,9 +7,11 @@ import torch
 
 from tests import harness, oracle
 from tests.describe import Bias, Blocks, Causal, Documents, Keys, Modify, Predicate, Sink, TensorMask, Window
+from tests.machine import sized
 from tests.problems import Spec, build
 
-ROWS, COLUMNS, EMPTY = 70, 50, 20  # rows below EMPTY see nothing
+ROWS, COLUMNS, EMPTY = sized((70, 50, 20), (35, 25, 10))  # rows below EMPTY see nothing
+HEADS = sized((4, 2), (2, 1))
 
 
 def hide_rows(b, h, i, j):
@@ -24,7 +26,7 @@ def ways(dtype):
         "causal": Causal(),
         "window": Window(None, 3, -EMPTY - 3),
         "documents": Documents(rows.int(), torch.ones(COLUMNS, dtype=torch.int32)),
-        "blocks": Blocks(torch.tensor([[False]] * 2 + [[True]] * 5), (10, COLUMNS)),
+        "blocks": Blocks(torch.tensor([[False]] * 2 + [[True]] * 5), (EMPTY // 2, COLUMNS)),
         "tensor": TensorMask(rows[:, None].expand(ROWS, COLUMNS).contiguous()),
         "predicate": Predicate(hide_rows),
         "not": ~Predicate(lambda b, h, i, j: (i < EMPTY) & (j >= 0)),
@@ -41,10 +43,10 @@ WAYS = [name for name, _, _ in ways(torch.float32)]
 
 def problem_of(way, dtype, sink):
     fields, leaves = next((fields, leaves) for name, fields, leaves in ways(dtype) if name == way)
-    problem = build(Spec(((ROWS, COLUMNS),), heads=(4, 2)), dtype).with_leaves(**leaves)
+    problem = build(Spec(((ROWS, COLUMNS),), heads=HEADS), dtype).with_leaves(**leaves)
     problem = replace(problem, **fields)
     if sink:
-        logits = torch.tensor([0.5, -1.0, 0.0, 2.0])
+        logits = torch.tensor([0.5, -1.0, 0.0, 2.0])[: HEADS[0]]
         problem = replace(problem, score=(*problem.score, Sink())).with_leaves(sink=logits.to(torch.float32))
     return problem
 
@@ -55,8 +57,10 @@ def test_empty_rows(way, sink, schedule):
     problem = problem_of(way, torch.float32, sink)
     result = harness.check(problem, schedule)
     assert torch.equal(result.out[:, :, :EMPTY], torch.zeros_like(result.out[:, :, :EMPTY]))
-    logits = problem.leaves["sink"] if sink else torch.full((4,), -float("inf"))
-    torch.testing.assert_close(result.lse[:, :, :EMPTY], logits[None, :, None].expand(1, 4, EMPTY), rtol=0, atol=0)
+    logits = problem.leaves["sink"] if sink else torch.full(HEADS[:1], -float("inf"))
+    torch.testing.assert_close(
+        result.lse[:, :, :EMPTY], logits[None, :, None].expand(1, HEADS[0], EMPTY), rtol=0, atol=0
+    )
     assert not result.gradients or not result.gradients["query"][:, :, :EMPTY].any()
     assert result.out[:, :, EMPTY:].abs().amin(-1).gt(0).all(), "a row with keys came out empty"
 

@@ -7,9 +7,12 @@ import torch
 
 from tests import harness, oracle
 from tests.describe import Bias, Blocks, Causal, Documents, Keys, Predicate, TensorMask, Window
+from tests.machine import sized
 from tests.problems import Spec, build
 
 POISONS = (float("nan"), float("inf"), -float("inf"))
+HEADS = sized((4, 2), (2, 1))
+ROWS = sized(50, 20)  # of the problems in which some keys are hidden from all
 HIDDEN = slice(32, 48)  # the keys that no row sees
 
 
@@ -18,23 +21,23 @@ def unseen(way, dtype):
     ids = torch.zeros(70, dtype=torch.int64)
     ids[HIDDEN] = 9
     keep = ids == 0
-    dense = build(Spec(((50, 70),), heads=(4, 2)), dtype)
+    dense = build(Spec(((ROWS, 70),), heads=HEADS), dtype)
     at = (slice(None), slice(None), HIDDEN)
     if way == "lengths":
-        padded = build(Spec(((50, 32), (50, 32)), heads=(4, 2), layout="padded", tail=16, causal=True), dtype)
+        padded = build(Spec(((50, 32), (50, 32)), heads=HEADS, layout="padded", tail=16, causal=True), dtype)
         return padded, at
     if way == "packed tail":
-        return build(Spec(((20, 12), (30, 20)), heads=(4, 2), layout="packed", tail=16), dtype), (HIDDEN,)
+        return build(Spec(((20, 12), (30, 20)), heads=HEADS, layout="packed", tail=16), dtype), (HIDDEN,)
     if way == "packed documents":
-        packed = build(Spec(((20, 60), (30, 10)), heads=(4, 2), layout="packed"), dtype)
+        packed = build(Spec(((20, 60), (30, 10)), heads=HEADS, layout="packed"), dtype)
         return replace(packed, mask=Documents(torch.zeros(50, dtype=torch.int64), ids)), (HIDDEN,)
     mask = {
         "keys": Keys(keep),
         "keys of one sequence": Keys(keep[None]),
-        "documents": Documents(torch.zeros(50, dtype=torch.int64), ids),
-        "documents and causal": Documents(torch.zeros(50, dtype=torch.int64), ids) & Causal("top-left"),
-        "blocks": Blocks(keep[::16][None], (50, 16)),
-        "tensor": TensorMask(keep.expand(50, 70).clone()),
+        "documents": Documents(torch.zeros(ROWS, dtype=torch.int64), ids),
+        "documents and causal": Documents(torch.zeros(ROWS, dtype=torch.int64), ids) & Causal("top-left"),
+        "blocks": Blocks(keep[::16][None], (ROWS, 16)),
+        "tensor": TensorMask(keep.expand(ROWS, 70).clone()),
         "predicate": Predicate(lambda b, h, i, j: ((j < 32) | (j >= 48)) & (i >= 0)),
         "not": ~Keys(~keep),
     }
@@ -53,7 +56,7 @@ def test_what_unseen_keys_hold_does_not_matter(way, where, schedule):
     problem, at = unseen(way, torch.float32)
     clean = harness.attempt(problem, schedule)
     assert all(not clean.gradients[name][at].any() for name in ("key", "value")), "an unseen key has a gradient"
-    for poison in POISONS:
+    for poison in sized(POISONS, POISONS[:1]):
         leaf = problem.leaves[where].clone()
         leaf[at] = poison
         harness.assert_same_bits(harness.attempt(problem.with_leaves(**{where: leaf}), schedule), clean)
@@ -72,7 +75,7 @@ def test_unseen_keys_do_not_matter_in_any_dtype(way, schedule, dtype):
 @pytest.mark.parametrize("layout", ["padded", "packed"])
 def test_rows_that_do_not_exist_do_not_matter(layout, schedule):
     """Queries and incoming gradients behind a length, or behind the last offset, may hold anything."""
-    problem = build(Spec(((20, 12), (9, 20)), heads=(4, 2), layout=layout, tail=16), torch.float32)
+    problem = build(Spec(((20, 12), (9, 20)), heads=HEADS, layout=layout, tail=16), torch.float32)
     d_out, d_lse = oracle.cotangents(problem)
     clean = harness.attempt(problem, schedule, d_out, d_lse)
     query, poisoned_out, poisoned_lse = problem.leaves["query"].clone(), d_out.clone(), d_lse.clone()
@@ -98,10 +101,10 @@ HIDING = {
 @pytest.mark.parametrize("poison", POISONS)
 @pytest.mark.parametrize("way", HIDING)
 def test_a_hidden_key_never_matters_to_the_forward_of_a_row(way, poison, schedule):
-    problem = replace(build(Spec(((70, 70),), heads=(4, 2))), mask=HIDING[way]).to(torch.float32)
+    problem = replace(build(Spec(((70, 70),), heads=HEADS)), mask=HIDING[way]).to(torch.float32)
     sequence = next(problem.sequences())
     clean = harness.call(problem, schedule)
-    for column in (0, 33, 69):
+    for column in sized((0, 33, 69), (33,)):
         sees = problem.visible(sequence)[0, :, column]
         key = problem.leaves["key"].clone()
         key[:, :, column] = poison
@@ -112,7 +115,7 @@ def test_a_hidden_key_never_matters_to_the_forward_of_a_row(way, poison, schedul
 
 @pytest.mark.parametrize("way", [None, *HIDING])
 def test_a_visible_nan_shows(way, schedule, dtype):
-    problem = replace(build(Spec(((70, 70),), heads=(4, 2)), dtype), mask=HIDING.get(way))
+    problem = replace(build(Spec(((70, 70),), heads=HEADS), dtype), mask=HIDING.get(way))
     sees = problem.visible(next(problem.sequences()))[0, :, 33]
     for name in ("key", "value"):
         leaf = problem.leaves[name].clone()
@@ -138,7 +141,7 @@ def test_a_visible_nan_in_a_bias_shows(schedule):
 
 
 def test_hidden_keys_have_weight_and_gradient_exactly_zero(schedule, dtype):
-    problem = replace(build(Spec(((70, 70),), heads=(4, 2)), dtype), mask=Causal("top-left"))
+    problem = replace(build(Spec(((70, 70),), heads=HEADS), dtype), mask=Causal("top-left"))
     visible = problem.visible(next(problem.sequences()))
     weights = harness.weights(problem, schedule)[0]
     assert torch.equal(weights != 0, visible)

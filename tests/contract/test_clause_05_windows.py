@@ -7,10 +7,11 @@ import torch
 
 from tests import harness
 from tests.describe import Window
+from tests.machine import sized
 from tests.problems import Spec, build
 
 SIDES = (None, 0, 1, 3, 200)
-LENGTHS = ((8, 8), (5, 9), (9, 5), (1, 7), (129, 100))
+LENGTHS = ((8, 8), (5, 9), (9, 5), (1, 7), sized((129, 100), (35, 20)))
 
 
 def formula(length_q, length_k, left, right, offset):

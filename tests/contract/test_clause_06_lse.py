@@ -7,6 +7,7 @@ import torch
 
 import onchip
 from tests import harness, oracle
+from tests.machine import moved
 from tests.problems import Spec, build
 
 
@@ -25,14 +26,14 @@ def test_dtype_and_layout(layout, schedule, dtype):
     assert lse.shape == ((6, 27) if layout == "packed" else (2, 6, 20))
 
 
-def test_both_public_functions_return_the_same_output(layout, schedule):
+def test_both_public_functions_return_the_same_output(layout, schedule, device):
     lengths = ((20, 33),) * 2 if layout == "dense" else ((20, 33), (7, 9))
-    problem = build(Spec(lengths, layout=layout, causal=True), torch.float32)
+    problem = moved(build(Spec(lengths, layout=layout, causal=True), torch.float32), device)
     positional, keywords = harness.arguments(problem, problem.leaves)
     plain = onchip.attention_varlen if problem.packed else onchip.attention
     out = plain(*positional, **keywords, schedule=schedule)
     assert isinstance(out, torch.Tensor)
-    assert torch.equal(out, harness.call(problem, schedule).out)
+    assert torch.equal(out, harness.compute(problem, schedule, problem.leaves).out)
 
 
 @pytest.mark.parametrize("loss", ["mean", "z-loss"])
@@ -50,8 +51,8 @@ def test_gradient_through_the_lse(loss, layout, schedule, dtype):
     assert got.gradients["query"].any() and got.gradients["key"].any()
 
 
-def test_only_the_lse_enters_the_loss(schedule):
-    leaves = [leaf.requires_grad_() for leaf in torch.randn(3, 2, 2, 40, 16)]
+def test_only_the_lse_enters_the_loss(schedule, device):
+    leaves = [leaf.requires_grad_() for leaf in torch.randn(3, 2, 2, 40, 16, device=device)]
     onchip.attention_with_lse(*leaves, schedule=schedule).lse.mean().backward()
     query, key, _ = (leaf.detach().double().requires_grad_() for leaf in leaves)
     torch.logsumexp(query @ key.transpose(-1, -2) / 4, dim=-1).mean().backward()

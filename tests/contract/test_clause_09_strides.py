@@ -5,9 +5,12 @@ import torch
 
 import onchip
 from tests import harness, oracle
+from tests.machine import sized
 from tests.problems import Spec, build
 
-LENGTHS = {"dense": ((70, 90),) * 2, "padded": ((70, 90), (33, 17)), "packed": ((70, 90), (33, 17))}
+LONGER, SHORTER = sized(((70, 90), (33, 17)), ((18, 33), (17, 9)))
+LENGTHS = {"dense": (LONGER,) * 2, "padded": (LONGER, SHORTER), "packed": (LONGER, SHORTER)}
+LENGTH = sized(70, 20)
 
 
 @pytest.mark.parametrize("view", ["transposed", "interleaved", "stacked"])
@@ -19,8 +22,8 @@ def test_strided_inputs(view, layout, schedule, dtype):
     harness.assert_same_bits(got, harness.attempt(problem.with_leaves(**plain), schedule))
 
 
-def test_queries_keys_and_values_of_one_packed_projection(schedule, dtype):
-    projection = torch.randn(2, 70, 3, 4, 16, dtype=dtype, requires_grad=True)
+def test_queries_keys_and_values_of_one_packed_projection(schedule, dtype, device):
+    projection = torch.randn(2, LENGTH, 3, 4, 16, dtype=dtype, device=device, requires_grad=True)
     views = [part.transpose(1, 2) for part in projection.unbind(2)]
     out = onchip.attention(*views, causal=True, schedule=schedule)
     copies = [view.detach().contiguous().requires_grad_() for view in views]
@@ -33,10 +36,10 @@ def test_queries_keys_and_values_of_one_packed_projection(schedule, dtype):
         assert torch.equal(part.transpose(1, 2), copy.grad)
 
 
-def test_expanded_keys_and_values(schedule, dtype):
-    key, value = torch.randn(2, 2, 1, 70, 16, dtype=dtype)
-    query = torch.randn(2, 4, 70, 16, dtype=dtype)
-    expanded = [leaf.expand(2, 4, 70, 16) for leaf in (key, value)]
+def test_expanded_keys_and_values(schedule, dtype, device):
+    key, value = torch.randn(2, 2, 1, LENGTH, 16, dtype=dtype, device=device)
+    query = torch.randn(2, 4, LENGTH, 16, dtype=dtype, device=device)
+    expanded = [leaf.expand(2, 4, LENGTH, 16) for leaf in (key, value)]
     out = onchip.attention_with_lse(query, *expanded, schedule=schedule)
     copies = onchip.attention_with_lse(query, *(leaf.contiguous() for leaf in expanded), schedule=schedule)
     assert torch.equal(out.out, copies.out) and torch.equal(out.lse, copies.lse)
@@ -60,21 +63,21 @@ def test_strided_incoming_gradients(kind, layout, schedule, dtype):
     harness.assert_same_bits(got, expected)
 
 
-def test_the_gradient_of_a_sum(schedule):
-    leaves = [leaf.requires_grad_() for leaf in torch.randn(3, 2, 4, 70, 16)]
+def test_the_gradient_of_a_sum(schedule, device):
+    leaves = [leaf.requires_grad_() for leaf in torch.randn(3, 2, 4, LENGTH, 16, device=device)]
     summed = torch.autograd.grad(onchip.attention(*leaves, schedule=schedule).sum(), leaves)
-    d_out = torch.ones(2, 4, 70, 16)
+    d_out = torch.ones(2, 4, LENGTH, 16, device=device)
     for got, expected in zip(
         summed, torch.autograd.grad(onchip.attention(*leaves, schedule=schedule), leaves, d_out), strict=True
     ):
         assert torch.equal(got, expected)
 
 
-def test_strided_bias_mask_and_slopes(schedule):
-    query, key, value = torch.randn(3, 2, 4, 70, 16)
-    bias = torch.randn(70, 70, 4, 2).permute(3, 2, 1, 0)
-    keep = torch.rand(70, 1, 70).lt(0.7).permute(1, 2, 0)[None].expand(2, 4, 70, 70)
-    slopes = torch.rand(8)[::2]
+def test_strided_bias_mask_and_slopes(schedule, device):
+    query, key, value = torch.randn(3, 2, 4, LENGTH, 16, device=device)
+    bias = torch.randn(LENGTH, LENGTH, 4, 2, device=device).permute(3, 2, 1, 0)
+    keep = torch.rand(LENGTH, 1, LENGTH, device=device).lt(0.7).permute(1, 2, 0)[None].expand(2, 4, LENGTH, LENGTH)
+    slopes = torch.rand(8, device=device)[::2]
 
     def run(bias, keep, slopes):
         score = (onchip.scores.bias(bias), onchip.scores.alibi(slopes))
@@ -85,11 +88,11 @@ def test_strided_bias_mask_and_slopes(schedule):
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2, 3), (0, 2, 1, 3), (2, 0, 1, 3), (1, 0, 2, 3)], ids=str)
-def test_the_output_has_the_stride_order_of_the_query(order, schedule, dtype):
+def test_the_output_has_the_stride_order_of_the_query(order, schedule, dtype, device):
     sizes = [2, 3, 5, 8]
     back = [order.index(axis) for axis in range(4)]
-    query = torch.randn([sizes[axis] for axis in order], dtype=dtype).permute(back)
-    key, value = torch.randn(2, 3, 6, 8, dtype=dtype), torch.randn(2, 3, 6, 4, dtype=dtype)
+    query = torch.randn([sizes[axis] for axis in order], dtype=dtype, device=device).permute(back)
+    key, value = (torch.randn(2, 3, 6, dim, dtype=dtype, device=device) for dim in (8, 4))
     out = onchip.attention(query, key, value, schedule=schedule)
     assert out.shape == (2, 3, 5, 4)
     assert out.permute(order).is_contiguous(), (
@@ -98,14 +101,17 @@ def test_the_output_has_the_stride_order_of_the_query(order, schedule, dtype):
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2), (1, 0, 2)], ids=str)
-def test_the_packed_output_has_the_stride_order_of_the_query(order, schedule):
+def test_the_packed_output_has_the_stride_order_of_the_query(order, schedule, device):
     sizes = [5, 3, 8]
-    query = torch.randn([sizes[axis] for axis in order]).permute([order.index(axis) for axis in range(3)])
-    offsets = torch.tensor([0, 2, 5], dtype=torch.int32)
-    out = onchip.attention_varlen(query, torch.randn(5, 3, 8), torch.randn(5, 3, 4), offsets, schedule=schedule)
+    query = torch.randn([sizes[axis] for axis in order], device=device)
+    key, value = (torch.randn(5, 3, dim, device=device) for dim in (8, 4))
+    offsets = torch.tensor([0, 2, 5], dtype=torch.int32, device=device)
+    query = query.permute([order.index(axis) for axis in range(3)])
+    out = onchip.attention_varlen(query, key, value, offsets, schedule=schedule)
     assert out.permute(order).is_contiguous()
 
 
+@pytest.mark.compiled
 def test_a_slice_of_a_wide_buffer(schedule):
     """The incoming gradient is a view of a concatenation, so that its row stride is far larger than its row."""
     problem = build(

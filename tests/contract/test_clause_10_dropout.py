@@ -7,9 +7,11 @@ import torch
 
 import onchip
 from tests import harness, philox_reference
+from tests.machine import sized
 from tests.problems import Spec, build
 
-LENGTHS = {"dense": ((70, 90),) * 2, "padded": ((70, 90), (33, 17)), "packed": ((70, 90), (0, 4), (33, 17))}
+LONGER, SHORTER = sized(((70, 90), (33, 17)), ((18, 33), (17, 9)))
+LENGTHS = {"dense": (LONGER,) * 2, "padded": (LONGER, SHORTER), "packed": (LONGER, (0, 4), SHORTER)}
 SEED = 0x123456789ABCDEF
 
 
@@ -42,6 +44,7 @@ def test_every_bit_of_the_seed_counts(seed, schedule):
     assert torch.equal(from_tensor, weights) and torch.equal(from_scalar, weights)
 
 
+@pytest.mark.compiled
 def test_the_mask_of_a_pair_does_not_depend_on_the_size(schedule):
     """Rows, columns, heads and sequences keep their draws when the problem grows past a tile."""
     small = harness.weights(dropped(Spec(((20, 30),), heads=(2, 1)), torch.float32, 0.5), schedule)[0]
@@ -51,9 +54,10 @@ def test_the_mask_of_a_pair_does_not_depend_on_the_size(schedule):
 
 def test_the_lse_is_that_without_dropout(layout, schedule, dtype):
     problem = build(Spec(LENGTHS[layout], layout=layout, score=("sink",)), dtype)
-    assert torch.equal(
-        harness.call(replace(problem, dropout_p=0.5, dropout_seed=3), schedule).lse, harness.call(problem, schedule).lse
-    )
+    expected = harness.call(problem, schedule).lse
+    found = harness.call(replace(problem, dropout_p=0.5, dropout_seed=3), schedule).lse
+    # tiles may differ, and with them the order of sums
+    torch.testing.assert_close(found, expected, rtol=4 * torch.finfo(expected.dtype).eps, atol=0)
 
 
 def test_no_dropout_is_the_plain_call(schedule):
@@ -73,14 +77,15 @@ def test_a_seed_is_drawn_from_the_generator_of_torch(schedule):
     assert not torch.equal(first, second)
 
 
-def test_the_backward_replays_a_drawn_seed(schedule):
+def test_the_backward_replays_a_drawn_seed(schedule, exact, device):
     """The gradient of the values is the transposed weights of the forward, dropout included."""
-    query, key = torch.randn(2, 1, 2, 40, 16, dtype=torch.float64)
-    value = torch.eye(40, dtype=torch.float64).expand(1, 2, 40, 40).clone().requires_grad_()
+    query, key = torch.randn(2, 1, 2, 40, 16, dtype=exact, device=device)
+    value = torch.eye(40, dtype=exact, device=device).expand(1, 2, 40, 40).clone().requires_grad_()
     weights = onchip.attention(query, key, value, dropout_p=0.48, schedule=schedule)
     d_out = torch.randn_like(weights)
     (d_value,) = torch.autograd.grad(weights, value, d_out)
-    torch.testing.assert_close(d_value, weights.detach().mT @ d_out, rtol=1e-12, atol=1e-12)
+    tolerance = 1e-12 if exact == torch.float64 else 1e-5
+    torch.testing.assert_close(d_value, weights.detach().mT @ d_out, rtol=tolerance, atol=tolerance)
 
 
 def test_the_output_is_unbiased(schedule):
@@ -94,12 +99,12 @@ def test_the_output_is_unbiased(schedule):
     assert abs(stacked.sum(-1).mean().item() - 1) < 5 * (0.25 / 0.75 / stacked.numel()) ** 0.5
 
 
+@pytest.mark.compiled
 def test_a_probability_that_rounds_to_one_stays_finite(schedule):
     harness.check(dropped(Spec(((100, 300),), heads=(8, 8)), torch.float32, 1 - 2.0**-20), schedule)
 
 
-def test_schedules_agree_in_every_weight():
-    problem = dropped(Spec(((130, 140),), heads=(4, 2), causal=True), torch.float32, 0.3)
-    masks = {name: harness.weights(problem, name)[0] != 0 for name in harness.COMPLETE}
-    for name, mask in masks.items():
-        assert torch.equal(mask, masks["dense"]), name
+def test_schedules_agree_in_every_weight(schedule):
+    problem = dropped(Spec((sized((130, 140), (20, 35)),), heads=(4, 2), causal=True), torch.float32, 0.3)
+    got, expected = (harness.weights(problem, name)[0] for name in (schedule, "dense"))
+    assert torch.equal(got != 0, expected != 0)

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from tests import harness
+from tests.machine import sized
 from tests.problems import RAGGED, Spec, build, named
 
 
@@ -29,7 +30,7 @@ def two_threads():
 def test_equal_bits_over_repeats(spec, schedule, dtype):
     problem = build(spec, dtype)
     first = harness.attempt(problem, schedule, deterministic=True)
-    for _ in range(5):
+    for _ in range(sized(5, 1)):
         harness.assert_same_bits(harness.attempt(problem, schedule, deterministic=True), first)
 
 

@@ -5,14 +5,15 @@ import torch
 from hypothesis import given, settings
 
 from tests import harness
-from tests.problems import COVERING, LONG, Spec, build, named, specs
+from tests.problems import COVERING, LONG, SMOKE, Spec, build, named, specs
 
 
-@pytest.mark.parametrize(**named(COVERING))
+@pytest.mark.parametrize(**named(COVERING, SMOKE))
 def test_covering_problems(spec, schedule, dtype):
     harness.check(build(spec, dtype), schedule)
 
 
+@pytest.mark.compiled
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=lambda d: str(d)[6:])
 @pytest.mark.parametrize(**named(LONG))
 def test_problems_of_several_tiles(spec, schedule, dtype):
@@ -24,11 +25,13 @@ def test_the_schedule_that_the_dispatcher_chooses(spec):
     harness.check(build(spec, torch.float32), None)
 
 
+@pytest.mark.compiled
 @given(spec=specs())
 def test_any_problem(spec, schedule):
     harness.check(build(spec, torch.float64), schedule)
 
 
+@pytest.mark.compiled
 @settings(max_examples=10)
 @given(spec=specs(longest=1200))
 def test_any_long_problem(spec, schedule):

@@ -1,12 +1,14 @@
 """Clause 13: bad input says what must hold, what came (names, shapes, values), and what to do."""
 
 import re
+from contextlib import contextmanager, nullcontext
 
 import pytest
 import torch
 
 import onchip
 from tests import harness
+from tests.machine import moved
 
 OFFSETS = torch.tensor([0, 4, 10], dtype=torch.int32)
 
@@ -21,6 +23,13 @@ def tensors(heads=(4, 4), length_q=6, length_k=8, dim=16, dtype=torch.float32):
 
 def packed(tokens=10):
     return torch.randn(3, tokens, 4, 16).unbind()
+
+
+@contextmanager
+def values_checked(device):
+    """Values on a CPU are checked in any case, those on a GPU on request."""
+    with nullcontext() if device == "cpu" else onchip.checked():
+        yield
 
 
 def refuses(words, function, *positional, error=(ValueError, TypeError), **keywords):
@@ -100,28 +109,25 @@ def test_dropout_seed_of_the_wrong_kind(seed):
 
 
 @pytest.mark.parametrize("offsets", [[0, 6, 4, 10], [0, 10, 4]])
-def test_decreasing_offsets(offsets, schedule):
-    offsets = torch.tensor(offsets, dtype=torch.int32)
+def test_decreasing_offsets(offsets, schedule, device):
+    inputs = moved((*packed(), torch.tensor(offsets, dtype=torch.int32)), device)
     words = ["cu_seqlens", "decreas|ascend|sorted"]
-    refuses(words, onchip.attention_varlen, *packed(), offsets, schedule=schedule, error=ValueError)
+    with values_checked(device):
+        refuses(words, onchip.attention_varlen, *inputs, schedule=schedule, error=ValueError)
 
 
-def test_offsets_beyond_the_tokens(schedule):
-    offsets = torch.tensor([0, 4, 30], dtype=torch.int32)
-    refuses(["cu_seqlens", r"\b30\b", r"\b10\b"], onchip.attention_varlen, *packed(), offsets, schedule=schedule)
-    refuses(
-        ["cu_seqlens_key", r"\b30\b", r"\b10\b"],
-        onchip.attention_varlen,
-        *packed(),
-        OFFSETS,
-        offsets,
-        schedule=schedule,
-    )
+def test_offsets_beyond_the_tokens(schedule, device):
+    *inputs, right, wrong = moved((*packed(), OFFSETS, torch.tensor([0, 4, 30], dtype=torch.int32)), device)
+    numbers = [r"\b30\b", r"\b10\b"]
+    with values_checked(device):
+        refuses(["cu_seqlens", *numbers], onchip.attention_varlen, *inputs, wrong, schedule=schedule)
+        refuses(["cu_seqlens_key", *numbers], onchip.attention_varlen, *inputs, right, wrong, schedule=schedule)
 
 
-def test_offsets_that_do_not_start_at_zero(schedule):
-    offsets = torch.tensor([2, 4, 10], dtype=torch.int32)
-    refuses(["cu_seqlens", r"\b2\b", r"\b0\b"], onchip.attention_varlen, *packed(), offsets, schedule=schedule)
+def test_offsets_that_do_not_start_at_zero(schedule, device):
+    inputs = moved((*packed(), torch.tensor([2, 4, 10], dtype=torch.int32)), device)
+    with values_checked(device):
+        refuses(["cu_seqlens", r"\b2\b", r"\b0\b"], onchip.attention_varlen, *inputs, schedule=schedule)
 
 
 def test_offsets_of_the_wrong_kind():
@@ -131,11 +137,11 @@ def test_offsets_of_the_wrong_kind():
 
 
 @pytest.mark.parametrize("lengths", [[3, 9], [-1, 2]])
-def test_lengths_outside_the_tensor(lengths, schedule):
+def test_lengths_outside_the_tensor(lengths, schedule, device):
     words = ["lengths", str(min(lengths) if min(lengths) < 0 else max(lengths))]
-    refuses(
-        words, onchip.attention, *tensors(), lengths=(None, torch.tensor(lengths)), schedule=schedule, error=ValueError
-    )
+    *inputs, wrong = moved((*tensors(), torch.tensor(lengths)), device)
+    with values_checked(device):
+        refuses(words, onchip.attention, *inputs, lengths=(None, wrong), schedule=schedule, error=ValueError)
 
 
 def test_lengths_of_the_wrong_kind():
@@ -207,15 +213,16 @@ def test_a_predicate_must_answer_with_bools():
     refuses(["predicate", "int64", "bool"], lambda: onchip.masks.predicate(lambda b, h, i, j: i - j), error=TypeError)
 
 
-def test_nothing_is_written_on_an_error(schedule):
+def test_nothing_is_written_on_an_error(schedule, device):
     """A refused call leaves its inputs as they were; one refused for its shapes draws no seed either."""
-    inputs = packed()
-    before, state = [tensor.clone() for tensor in inputs], torch.get_rng_state()
+    *inputs, shaped, beyond = moved((*packed(), OFFSETS[None], torch.tensor([0, 4, 30])), device)
+    generator_state = torch.get_rng_state if device == "cpu" else torch.cuda.get_rng_state
+    before, state = [tensor.clone() for tensor in inputs], generator_state()
     with pytest.raises(ValueError):
-        onchip.attention_varlen(*inputs, OFFSETS[None], dropout_p=0.5, schedule=schedule)
-    assert torch.equal(torch.get_rng_state(), state)
-    with pytest.raises(ValueError):
-        onchip.attention_varlen(*inputs, torch.tensor([0, 4, 30]), schedule=schedule)
+        onchip.attention_varlen(*inputs, shaped, dropout_p=0.5, schedule=schedule)
+    assert torch.equal(generator_state(), state)
+    with values_checked(device), pytest.raises(ValueError):
+        onchip.attention_varlen(*inputs, beyond, schedule=schedule)
     assert all(torch.equal(tensor, old) for tensor, old in zip(inputs, before, strict=True))
 
 
@@ -225,24 +232,24 @@ def test_plan_refuses_what_attention_refuses():
     refuses(["cu_seqlens_query"], onchip.plan_varlen, *packed(), OFFSETS.float())
 
 
-def test_checked_validates_and_changes_nothing(schedule):
+def test_checked_validates_and_changes_nothing(schedule, device):
     """On a CPU values are checked anyway; inside `checked` right calls give the same bits."""
-    query, key, value = packed()
-    plain = onchip.attention_varlen(query, key, value, OFFSETS, causal=True, schedule=schedule)
+    *inputs, offsets = moved((*packed(), OFFSETS), device)
+    plain = onchip.attention_varlen(*inputs, offsets, causal=True, schedule=schedule)
     with onchip.checked():
-        assert torch.equal(onchip.attention_varlen(query, key, value, OFFSETS, causal=True, schedule=schedule), plain)
+        assert torch.equal(onchip.attention_varlen(*inputs, offsets, causal=True, schedule=schedule), plain)
         with pytest.raises(ValueError, match="cu_seqlens"):
-            onchip.attention_varlen(query, key, value, OFFSETS.flip(0), schedule=schedule)
+            onchip.attention_varlen(*inputs, offsets.flip(0), schedule=schedule)
 
 
-def test_a_named_schedule_runs_or_raises(schedule):
-    plan = onchip.plan(*tensors(), schedule=schedule)
+def test_a_named_schedule_runs_or_raises(schedule, device):
+    plan = onchip.plan(*moved(tensors(), device), schedule=schedule)
     assert schedule in (None, plan.forward)
     assert schedule not in plan.reasons or not plan.reasons[schedule]
 
 
-def test_the_plan_gives_a_sentence_for_every_other_schedule():
-    plan = onchip.plan(*tensors())
+def test_the_plan_gives_a_sentence_for_every_other_schedule(device):
+    plan = onchip.plan(*moved(tensors(), device))
     known = set(onchip.dispatch.schedules())
     assert {plan.forward, plan.backward, plan.second_derivative} <= known
     assert known - {plan.forward, plan.backward} <= set(plan.reasons)

@@ -7,6 +7,10 @@ import torch
 from hypothesis import given
 
 import onchip
+from onchip.masks import Pairs
+from onchip.normal_form import Tiles
+from onchip.states import pooled_states, whole_states
+from onchip.tile import RectGeometry
 from tests import harness
 from tests.describe import Causal, Documents, Keys, TensorMask, Window
 from tests.problems import MASKS, Spec, build, mask_expressions
@@ -109,3 +113,18 @@ def test_a_function_must_not_read_numbers_out_of_tensors():
         limit = torch.tensor(3)
         with pytest.raises(ValueError, match=r"\.item\(\)"):
             onchip.masks.predicate(lambda b, h, i, j, read=read, limit=limit: i - j < read(limit))
+
+
+@pytest.mark.parametrize("shape", [(2, 3, 300, 290), (1, 1, 128, 256), (2, 1, 300, 1), (1, 3, 1, 290), (1, 1, 5, 7)])
+def test_states_of_a_whole_tensor_are_those_of_its_strips(shape):
+    mask = Pairs(torch.rand(shape) < 0.9995)
+    rows, columns = (size if size > 1 else other for size, other in zip(shape[2:], (300, 290), strict=True))
+    grid = Tiles(RectGeometry(torch.device("cpu"), 2, 3, rows, columns, rows, columns))
+    strips, whole = pooled_states(mask.keep, grid), whole_states(mask.keep, grid)
+    assert torch.equal(whole, strips.expand(whole.shape))
+
+
+def test_states_of_an_expanded_mask_are_made_once():
+    mask = Pairs((torch.rand(200, 200) < 0.9).expand(2, 3, 200, 200))
+    grid = Tiles(RectGeometry(torch.device("cpu"), 2, 3, 200, 200, 200, 200))
+    assert whole_states(mask.keep, grid).shape == (1, 1, 2, 2)

@@ -42,9 +42,7 @@ def unsupported(problem: Problem) -> list[str]:
         return ["Triton is not installed"]
     if problem.device.type == "cpu":
         if not _interprets():
-            return [
-                "it runs on GPUs; on a CPU only for tests, interpreted, with TRITON_INTERPRET=1 set before the import"
-            ]
+            return ["it runs on GPUs; on a CPU only for tests, interpreted, where TRITON_INTERPRET=1 is set"]
         if problem.schedule != NAME:
             return ["interpreted on a CPU it serves tests: name it to run it"]
         if problem.dtype == torch.bfloat16:

@@ -31,7 +31,6 @@ from onchip.schedules.triton.parts import (
     LOG2E,
     alive,
     band_of,
-    dims_of,
     extent,
     find_slot,
     listed_column,
@@ -40,7 +39,8 @@ from onchip.schedules.triton.parts import (
     moved,
     multiply,
     nearest,
-    row_offsets,
+    offsets_of,
+    range_of,
     start_of,
     store_tile,
     visible,
@@ -76,12 +76,12 @@ def delta_kernel(
     first = tile * BQ
     r = tl.arange(0, BQ)
     exists = first + r < length_q
-    o_rows = row_offsets(r, 0, o_h, o_n, 1, WIDE, VECTOR)
-    do_rows = row_offsets(r, 0, do_h, do_n, 1, WIDE, VECTOR)
+    o_offsets = offsets_of(r, 0, o_h, o_n, o_d, BLOCK_DV, 1, WIDE, VECTOR)
+    do_offsets = offsets_of(r, 0, do_h, do_n, do_d, BLOCK_DV, 1, WIDE, VECTOR)
     o_start = start_of(out, b, h, first, o_b, o_h, o_n, VECTOR)
     do_start = start_of(grad_out, b, h, first, do_b, do_h, do_n, VECTOR)
-    o = load_tile(o_start, o_rows, dims_of(o_d, BLOCK_DV, WIDE, VECTOR), exists, True, DV, BLOCK_DV).to(tl.float32)
-    do = load_tile(do_start, do_rows, dims_of(do_d, BLOCK_DV, WIDE, VECTOR), exists, True, DV, BLOCK_DV)
+    o = load_tile(o_start, o_offsets, exists, True, DV, BLOCK_DV).to(tl.float32)
+    do = load_tile(do_start, do_offsets, exists, True, DV, BLOCK_DV)
     total = tl.sum(tl.where(o == 0.0, 0.0, o * do.to(tl.float32)), 1)
     place = b.to(tl.int64) * lse_b + h.to(tl.int64) * lse_h + first + r
     if grad_lse is not None:
@@ -94,16 +94,17 @@ def delta_kernel(
 
 @triton.jit
 def score_gradient(
-    a, c, da, dc, lse, delta, i, j, column, b, head, token_q, token_k, length_q, length_k, least, most,
+    a, c, da, dc, lse, delta, i, j, column, b, head, token_q, token_k, length_q, length_k, begins, ends,
     scale, seed, threshold, kept_scale, given,
     keep: tl.constexpr, change: tl.constexpr, differentiate: tl.constexpr,
-    BK: tl.constexpr, TURNED: tl.constexpr, MASKED: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr,
+    BK: tl.constexpr, TURNED: tl.constexpr, MASKED: tl.constexpr, BOUNDED: tl.constexpr,
     CAREFUL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Of a tile: the weights that dV sums, the gradient of the score after its steps and before them, what is seen.
 
     (a, c, da, dc) is (q, k, do, v), or (k, q, v, do) if TURNED; lse (in base 2 without a change), delta, i and j
-    broadcast against the tile. The last result says which rows of c some row of a sees, if CAREFUL.
+    broadcast against the tile, and so do begins and ends, the ranges of parts.range_of over the rows of c. The last
+    result says which rows of c some row of a sees, if CAREFUL.
     """
     s = multiply(a, tl.trans(c), None, PRECISION)
     raw = s * scale
@@ -113,7 +114,7 @@ def score_gradient(
     if change is not None:
         s = change(raw, b, head, near_i, near_j, token_q, token_k, length_q, length_k, given)
     if MASKED:
-        show = visible(i, j, least, most, length_q, length_k, LOW, HIGH)
+        show = visible(i if TURNED else j, begins, ends, BOUNDED)
         if keep is not None:
             show = show & keep(b, head, near_i, near_j, token_q, token_k, length_q, length_k, given)
         s = tl.where(show, s, float("-inf"))
@@ -195,15 +196,20 @@ def keys_kernel(
     columns = tl.arange(0, BK)
     j = first + columns
     lives = j < length_k
-    k_rows = row_offsets(columns, 0, k_h, k_n, 1, WIDE, VECTOR)
-    v_rows = row_offsets(columns, 0, v_h, v_n, 1, WIDE, VECTOR)
+    k_offsets = offsets_of(columns, 0, k_h, k_n, k_d, BLOCK_D, 1, WIDE, VECTOR)
+    v_offsets = offsets_of(columns, 0, v_h, v_n, v_d, BLOCK_DV, 1, WIDE, VECTOR)
     k_start = start_of(key, b, kv_head, token_k + first, k_b, k_h, k_n, VECTOR)
     v_start = start_of(value, b, kv_head, token_k + first, v_b, v_h, v_n, VECTOR)
-    k = load_tile(k_start, k_rows, dims_of(k_d, BLOCK_D, WIDE, VECTOR), lives, True, D, BLOCK_D)
-    v = load_tile(v_start, v_rows, dims_of(v_d, BLOCK_DV, WIDE, VECTOR), lives, True, DV, BLOCK_DV)
+    k = load_tile(k_start, k_offsets, lives, True, D, BLOCK_D)
+    v = load_tile(v_start, v_offsets, lives, True, DV, BLOCK_DV)
     dk = tl.zeros([BK, BLOCK_D], tl.float32)
     dv = tl.zeros([BK, BLOCK_DV], tl.float32)
     last = tl.minimum(first + BK, length_k) - 1
+    # the rows that a column is seen by; what stands in columns that do not exist is dropped at the end
+    begins, ends = range_of(j, j >= 0, -most, -least, length_q)
+    r = tl.arange(0, BQ)
+    q_offsets = offsets_of(r, 0, q_h, q_n, q_d, BLOCK_D, 1, WIDE, VECTOR)
+    do_offsets = offsets_of(r, 0, do_h, do_n, do_d, BLOCK_DV, 1, WIDE, VECTOR)
     for member in range(0, GROUP):
         head = (kv_head * GROUP + member).to(tl.int64)
         q_start = start_of(query, b, head, token_q, q_b, q_h, q_n, VECTOR)
@@ -218,60 +224,56 @@ def keys_kernel(
             start, full_start, full_stop, stop = visits(first, last, -most, -least, length_q, BQ, keep is not None)
         if HIGH or keep is not None:
             dk, dv = gather(
-                dk, dv, k, v, q_start, do_start, lse + values, delta + values, q_n, q_d, do_n, do_d, start, full_start,
-                listed, j, first, sequence, head, token_q, token_k, length_q, length_k, least, most, scores, seed,
-                threshold, kept_scale, given, keep, change, differentiate, D, DV, BLOCK_D, BLOCK_DV, BQ, BK, LISTS,
-                True, LOW, HIGH, CAREFUL, WIDE, VECTOR, PRECISION,
+                dk, dv, k, v, q_start, do_start, lse + values, delta + values, q_offsets, do_offsets, q_n, do_n,
+                start, full_start, listed, j, first, sequence, head, token_q, token_k, length_q, length_k, begins,
+                ends, scores, seed, threshold, kept_scale, given, keep, change, differentiate, D, DV, BLOCK_D,
+                BLOCK_DV, BQ, BK, LISTS, True, HIGH, CAREFUL, WIDE, VECTOR, PRECISION,
             )  # fmt: skip
         if LISTS or keep is None:
             dk, dv = gather(
-                dk, dv, k, v, q_start, do_start, lse + values, delta + values, q_n, q_d, do_n, do_d, full_start,
-                full_stop, listed, j, first, sequence, head, token_q, token_k, length_q, length_k, least, most, scores,
-                seed, threshold, kept_scale, given, None, change, differentiate, D, DV, BLOCK_D, BLOCK_DV, BQ, BK,
-                LISTS, False, LOW, HIGH, CAREFUL, WIDE, VECTOR, PRECISION,
+                dk, dv, k, v, q_start, do_start, lse + values, delta + values, q_offsets, do_offsets, q_n, do_n,
+                full_start, full_stop, listed, j, first, sequence, head, token_q, token_k, length_q, length_k, begins,
+                ends, scores, seed, threshold, kept_scale, given, None, change, differentiate, D, DV, BLOCK_D,
+                BLOCK_DV, BQ, BK, LISTS, False, HIGH, CAREFUL, WIDE, VECTOR, PRECISION,
             )  # fmt: skip
         if not LISTS:
             dk, dv = gather(
-                dk, dv, k, v, q_start, do_start, lse + values, delta + values, q_n, q_d, do_n, do_d, full_stop, stop,
-                listed, j, first, sequence, head, token_q, token_k, length_q, length_k, least, most, scores, seed,
-                threshold, kept_scale, given, keep, change, differentiate, D, DV, BLOCK_D, BLOCK_DV, BQ, BK, LISTS,
-                True, LOW, HIGH, CAREFUL, WIDE, VECTOR, PRECISION,
+                dk, dv, k, v, q_start, do_start, lse + values, delta + values, q_offsets, do_offsets, q_n, do_n,
+                full_stop, stop, listed, j, first, sequence, head, token_q, token_k, length_q, length_k, begins, ends,
+                scores, seed, threshold, kept_scale, given, keep, change, differentiate, D, DV, BLOCK_D, BLOCK_DV, BQ,
+                BK, LISTS, True, HIGH, CAREFUL, WIDE, VECTOR, PRECISION,
             )  # fmt: skip
     exists = j < room_k
     if grad_key is not None:
         dk = tl.where(lives[:, None], dk * scale, 0.0)
         dk_start = start_of(grad_key, b, kv_head, token_k + first, dk_b, dk_h, dk_n, VECTOR)
-        dk_rows = row_offsets(columns, 0, dk_h, dk_n, 1, WIDE, VECTOR)
-        store_tile(dk_start, dk_rows, dims_of(dk_d, BLOCK_D, WIDE, VECTOR), exists, dk, D, BLOCK_D)
+        dk_offsets = offsets_of(columns, 0, dk_h, dk_n, dk_d, BLOCK_D, 1, WIDE, VECTOR)
+        store_tile(dk_start, dk_offsets, exists, dk, D, BLOCK_D)
     if grad_value is not None:
         dv = tl.where(lives[:, None], dv * kept_scale, 0.0)
         dv_start = start_of(grad_value, b, kv_head, token_k + first, dv_b, dv_h, dv_n, VECTOR)
-        dv_rows = row_offsets(columns, 0, dv_h, dv_n, 1, WIDE, VECTOR)
-        store_tile(dv_start, dv_rows, dims_of(dv_d, BLOCK_DV, WIDE, VECTOR), exists, dv, DV, BLOCK_DV)
+        dv_offsets = offsets_of(columns, 0, dv_h, dv_n, dv_d, BLOCK_DV, 1, WIDE, VECTOR)
+        store_tile(dv_start, dv_offsets, exists, dv, DV, BLOCK_DV)
 
 
 @triton.jit
 def gather(
-    dk, dv, k, v, q_start, do_start, lse, delta, q_n, q_d, do_n, do_d, begin, end,
-    listed, j, first, sequence, head, token_q, token_k, length_q, length_k, least, most, scores, seed,
+    dk, dv, k, v, q_start, do_start, lse, delta, q_offsets, do_offsets, q_n, do_n, begin, end,
+    listed, j, first, sequence, head, token_q, token_k, length_q, length_k, begins, ends, scores, seed,
     threshold, kept_scale, given,
     keep: tl.constexpr, change: tl.constexpr, differentiate: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BQ: tl.constexpr,
-    BK: tl.constexpr, LISTS: tl.constexpr, MASKED: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr,
+    BK: tl.constexpr, LISTS: tl.constexpr, MASKED: tl.constexpr, BOUNDED: tl.constexpr,
     CAREFUL: tl.constexpr, WIDE: tl.constexpr, VECTOR: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dK and dV of the columns after the rows [begin, end), or after these steps of a list."""
     r = tl.arange(0, BQ)
-    q_rows = row_offsets(r, 0, q_n, q_n, 1, WIDE, VECTOR)
-    do_rows = row_offsets(r, 0, do_n, do_n, 1, WIDE, VECTOR)
-    q_dims = dims_of(q_d, BLOCK_D, WIDE, VECTOR)
-    do_dims = dims_of(do_d, BLOCK_DV, WIDE, VECTOR)
     for step in range(begin, end, 1 if LISTS else BQ):
         row = listed_column(listed, step, BQ) if LISTS else step
         position = row + r
         exists = position < length_q
-        q = load_tile(moved(q_start, row, q_n, VECTOR), q_rows, q_dims, exists, MASKED, D, BLOCK_D)
-        do = load_tile(moved(do_start, row, do_n, VECTOR), do_rows, do_dims, exists, MASKED, DV, BLOCK_DV)
+        q = load_tile(moved(q_start, row, q_n, VECTOR), q_offsets, exists, MASKED, D, BLOCK_D)
+        do = load_tile(moved(do_start, row, do_n, VECTOR), do_offsets, exists, MASKED, DV, BLOCK_DV)
         row_lse, row_delta = load_row_values(lse, delta, position, exists, change is None)
         if MASKED or CAREFUL:
             # a row that sees nothing must not give what it holds
@@ -280,8 +282,8 @@ def gather(
             do = tl.where(sees[:, None], do, 0.0).to(do.dtype)
         weight, g, ds, seen = score_gradient(
             k, q, v, do, row_lse[None, :], row_delta[None, :], position[None, :], j[:, None], first, sequence, head,
-            token_q, token_k, length_q, length_k, least, most, scores, seed, threshold, kept_scale, given,
-            keep, change, differentiate, BK, True, MASKED, LOW, HIGH, CAREFUL, PRECISION,
+            token_q, token_k, length_q, length_k, begins[:, None], ends[:, None], scores, seed, threshold,
+            kept_scale, given, keep, change, differentiate, BK, True, MASKED, BOUNDED, CAREFUL, PRECISION,
         )  # fmt: skip
         dv = multiply(weight.to(do.dtype), do, dv, PRECISION)
         dk = multiply(ds.to(q.dtype), q, dk, PRECISION)
@@ -330,6 +332,7 @@ def queries_kernel(
 
     r = tl.arange(0, BQ)
     position = (first + r) // PACK
+    begins, ends = range_of(position, position < length_q, least, most, length_k)
     within = (first + r) % PACK
     exists = first + r < room_q * PACK
     lives = position < length_q
@@ -340,17 +343,20 @@ def queries_kernel(
     heads_of_rows = head.to(tl.int64) if PACK == 1 else (head + within).to(tl.int64)[:, None]
     kv_head = head // GROUP
 
-    q_rows = row_offsets(position - from_row, within, q_h, q_n, PACK, WIDE, VECTOR)
-    do_rows = row_offsets(position - from_row, within, do_h, do_n, PACK, WIDE, VECTOR)
+    q_offsets = offsets_of(position - from_row, within, q_h, q_n, q_d, BLOCK_D, PACK, WIDE, VECTOR)
+    do_offsets = offsets_of(position - from_row, within, do_h, do_n, do_d, BLOCK_DV, PACK, WIDE, VECTOR)
     q_start = start_of(query, b, head, token_q + from_row, q_b, q_h, q_n, VECTOR)
     do_start = start_of(grad_out, b, head, token_q + from_row, do_b, do_h, do_n, VECTOR)
-    q = load_tile(q_start, q_rows, dims_of(q_d, BLOCK_D, WIDE, VECTOR), lives, True, D, BLOCK_D)
-    do = load_tile(do_start, do_rows, dims_of(do_d, BLOCK_DV, WIDE, VECTOR), lives, True, DV, BLOCK_DV)
+    q = load_tile(q_start, q_offsets, lives, True, D, BLOCK_D)
+    do = load_tile(do_start, do_offsets, lives, True, DV, BLOCK_DV)
     values = sequence * lse_b + head.to(tl.int64) * lse_h + token_q.to(tl.int64)
     value_rows = within.to(tl.int64) * lse_h + position
     row_lse, row_delta = load_row_values(lse + values, delta + values, value_rows, lives, change is None)
     sees = (row_lse < float("inf")) | (row_lse != row_lse)
     do = tl.where(sees[:, None], do, 0.0).to(do.dtype)
+    columns = tl.arange(0, BK)
+    k_offsets = offsets_of(columns, 0, k_h, k_n, k_d, BLOCK_D, 1, WIDE, VECTOR)
+    v_offsets = offsets_of(columns, 0, v_h, v_n, v_d, BLOCK_DV, 1, WIDE, VECTOR)
     k_start = start_of(key, b, kv_head, token_k, k_b, k_h, k_n, VECTOR)
     v_start = start_of(value, b, kv_head, token_k, v_b, v_h, v_n, VECTOR)
     dq = tl.zeros([BQ, BLOCK_D], tl.float32)
@@ -364,55 +370,51 @@ def queries_kernel(
         start, full_start, full_stop, stop = visits(row_first, row_last, least, most, length_k, BK, keep is not None)
     if LOW or keep is not None:
         dq = trace_back(
-            dq, q, do, row_lse, row_delta, k_start, v_start, k_n, k_d, v_n, v_d, start, full_start, listed, position,
-            sequence, heads_of_rows, token_q, token_k, length_q, length_k, least, most, scores, seed, threshold,
-            kept_scale, given, keep, change, differentiate, D, DV, BLOCK_D, BLOCK_DV, BK, LISTS, True, LOW, HIGH,
-            CAREFUL, WIDE, VECTOR, PRECISION,
+            dq, q, do, row_lse, row_delta, k_start, v_start, k_offsets, v_offsets, k_n, v_n, start, full_start,
+            listed, position, sequence, heads_of_rows, token_q, token_k, length_q, length_k, begins, ends, scores,
+            seed, threshold, kept_scale, given, keep, change, differentiate, D, DV, BLOCK_D, BLOCK_DV, BK, LISTS,
+            True, LOW, CAREFUL, WIDE, VECTOR, PRECISION,
         )  # fmt: skip
     if LISTS or keep is None:
         dq = trace_back(
-            dq, q, do, row_lse, row_delta, k_start, v_start, k_n, k_d, v_n, v_d, full_start, full_stop, listed,
-            position, sequence, heads_of_rows, token_q, token_k, length_q, length_k, least, most, scores, seed,
-            threshold, kept_scale, given, None, change, differentiate, D, DV, BLOCK_D, BLOCK_DV, BK, LISTS, False, LOW,
-            HIGH, CAREFUL, WIDE, VECTOR, PRECISION,
+            dq, q, do, row_lse, row_delta, k_start, v_start, k_offsets, v_offsets, k_n, v_n, full_start, full_stop,
+            listed, position, sequence, heads_of_rows, token_q, token_k, length_q, length_k, begins, ends, scores,
+            seed, threshold, kept_scale, given, None, change, differentiate, D, DV, BLOCK_D, BLOCK_DV, BK, LISTS,
+            False, LOW, CAREFUL, WIDE, VECTOR, PRECISION,
         )  # fmt: skip
     if not LISTS:
         dq = trace_back(
-            dq, q, do, row_lse, row_delta, k_start, v_start, k_n, k_d, v_n, v_d, full_stop, stop, listed, position,
-            sequence, heads_of_rows, token_q, token_k, length_q, length_k, least, most, scores, seed, threshold,
-            kept_scale, given, keep, change, differentiate, D, DV, BLOCK_D, BLOCK_DV, BK, LISTS, True, LOW, HIGH,
+            dq, q, do, row_lse, row_delta, k_start, v_start, k_offsets, v_offsets, k_n, v_n, full_stop, stop, listed,
+            position, sequence, heads_of_rows, token_q, token_k, length_q, length_k, begins, ends, scores, seed,
+            threshold, kept_scale, given, keep, change, differentiate, D, DV, BLOCK_D, BLOCK_DV, BK, LISTS, True, LOW,
             CAREFUL, WIDE, VECTOR, PRECISION,
         )  # fmt: skip
     dq = tl.where(sees[:, None], dq * scale, 0.0)
-    dq_rows = row_offsets(position - from_row, within, dq_h, dq_n, PACK, WIDE, VECTOR)
+    dq_offsets = offsets_of(position - from_row, within, dq_h, dq_n, dq_d, BLOCK_D, PACK, WIDE, VECTOR)
     dq_start = start_of(grad_query, b, head, token_q + from_row, dq_b, dq_h, dq_n, VECTOR)
-    store_tile(dq_start, dq_rows, dims_of(dq_d, BLOCK_D, WIDE, VECTOR), exists, dq, D, BLOCK_D)
+    store_tile(dq_start, dq_offsets, exists, dq, D, BLOCK_D)
 
 
 @triton.jit
 def trace_back(
-    dq, q, do, row_lse, row_delta, k_start, v_start, k_n, k_d, v_n, v_d, begin, end, listed, position,
-    sequence, head, token_q, token_k, length_q, length_k, least, most, scores, seed, threshold, kept_scale, given,
+    dq, q, do, row_lse, row_delta, k_start, v_start, k_offsets, v_offsets, k_n, v_n, begin, end, listed, position,
+    sequence, head, token_q, token_k, length_q, length_k, begins, ends, scores, seed, threshold, kept_scale, given,
     keep: tl.constexpr, change: tl.constexpr, differentiate: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BK: tl.constexpr,
-    LISTS: tl.constexpr, MASKED: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr, CAREFUL: tl.constexpr,
+    LISTS: tl.constexpr, MASKED: tl.constexpr, BOUNDED: tl.constexpr, CAREFUL: tl.constexpr,
     WIDE: tl.constexpr, VECTOR: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dQ of the rows after the columns [begin, end), or after these steps of a list."""
     columns = tl.arange(0, BK)
-    k_rows = row_offsets(columns, 0, k_n, k_n, 1, WIDE, VECTOR)
-    v_rows = row_offsets(columns, 0, v_n, v_n, 1, WIDE, VECTOR)
-    k_dims = dims_of(k_d, BLOCK_D, WIDE, VECTOR)
-    v_dims = dims_of(v_d, BLOCK_DV, WIDE, VECTOR)
     for step in range(begin, end, 1 if LISTS else BK):
         column = listed_column(listed, step, BK) if LISTS else step
         j = column + columns
-        k = load_tile(moved(k_start, column, k_n, VECTOR), k_rows, k_dims, j < length_k, MASKED, D, BLOCK_D)
-        v = load_tile(moved(v_start, column, v_n, VECTOR), v_rows, v_dims, j < length_k, MASKED, DV, BLOCK_DV)
+        k = load_tile(moved(k_start, column, k_n, VECTOR), k_offsets, j < length_k, MASKED, D, BLOCK_D)
+        v = load_tile(moved(v_start, column, v_n, VECTOR), v_offsets, j < length_k, MASKED, DV, BLOCK_DV)
         weight, g, ds, seen = score_gradient(
             q, k, do, v, row_lse[:, None], row_delta[:, None], position[:, None], j[None, :], column, sequence, head,
-            token_q, token_k, length_q, length_k, least, most, scores, seed, threshold, kept_scale, given,
-            keep, change, differentiate, BK, False, MASKED, LOW, HIGH, CAREFUL, PRECISION,
+            token_q, token_k, length_q, length_k, begins[:, None], ends[:, None], scores, seed, threshold,
+            kept_scale, given, keep, change, differentiate, BK, False, MASKED, BOUNDED, CAREFUL, PRECISION,
         )  # fmt: skip
         if CAREFUL and (MASKED or change is not None):
             k = tl.where(seen[:, None], k, 0.0).to(k.dtype)
@@ -439,7 +441,7 @@ def gradient_kernel(
     GROUP: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BQ: tl.constexpr, BK: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    LOW: tl.constexpr, HIGH: tl.constexpr, CAREFUL: tl.constexpr,
+    LOW: tl.constexpr, CAREFUL: tl.constexpr,
     WIDE: tl.constexpr, VECTOR: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The gradient of scores, times `weigh` of the pair, summed over the extents along which `total` has one entry.
@@ -456,10 +458,10 @@ def gradient_kernel(
     first_b = place // parts_h * sums_b
     r = tl.arange(0, BQ)
     c = tl.arange(0, BK)
-    q_rows = row_offsets(r, 0, q_h, q_n, 1, WIDE, VECTOR)
-    k_rows = row_offsets(c, 0, k_h, k_n, 1, WIDE, VECTOR)
-    v_rows = row_offsets(c, 0, v_h, v_n, 1, WIDE, VECTOR)
-    do_rows = row_offsets(r, 0, do_h, do_n, 1, WIDE, VECTOR)
+    q_offsets = offsets_of(r, 0, q_h, q_n, q_d, BLOCK_D, 1, WIDE, VECTOR)
+    k_offsets = offsets_of(c, 0, k_h, k_n, k_d, BLOCK_D, 1, WIDE, VECTOR)
+    v_offsets = offsets_of(c, 0, v_h, v_n, v_d, BLOCK_DV, 1, WIDE, VECTOR)
+    do_offsets = offsets_of(r, 0, do_h, do_n, do_d, BLOCK_DV, 1, WIDE, VECTOR)
     sums = tl.zeros([BQ, BK], tl.float32)
     for step_b in range(0, sums_b):
         b = first_b + step_b
@@ -477,12 +479,13 @@ def gradient_kernel(
                 lives = position < count_q
                 q_start = start_of(query, b, head, token_q + row, q_b, q_h, q_n, VECTOR)
                 do_start = start_of(grad_out, b, head, token_q + row, do_b, do_h, do_n, VECTOR)
-                q = load_tile(q_start, q_rows, dims_of(q_d, BLOCK_D, WIDE, VECTOR), lives, True, D, BLOCK_D)
-                do = load_tile(do_start, do_rows, dims_of(do_d, BLOCK_DV, WIDE, VECTOR), lives, True, DV, BLOCK_DV)
+                q = load_tile(q_start, q_offsets, lives, True, D, BLOCK_D)
+                do = load_tile(do_start, do_offsets, lives, True, DV, BLOCK_DV)
                 row_lse, row_delta = load_row_values(lse + values, delta + values, position, lives, change is None)
                 sees = (row_lse < float("inf")) | (row_lse != row_lse)
                 do = tl.where(sees[:, None], do, 0.0).to(do.dtype)
                 last = tl.minimum(row + BQ, count_q) - 1
+                begins, ends = range_of(position, lives, least, most, count_k)
                 start, full_start, full_stop, stop = visits(row, last, least, most, count_k, BK, True)
                 if COLUMNS:
                     start = tl.maximum(start, tile_k * BK)
@@ -492,12 +495,13 @@ def gradient_kernel(
                     k_start = start_of(key, b, head // GROUP, token_k + column, k_b, k_h, k_n, VECTOR)
                     v_start = start_of(value, b, head // GROUP, token_k + column, v_b, v_h, v_n, VECTOR)
                     there = j < count_k
-                    k = load_tile(k_start, k_rows, dims_of(k_d, BLOCK_D, WIDE, VECTOR), there, True, D, BLOCK_D)
-                    v = load_tile(v_start, v_rows, dims_of(v_d, BLOCK_DV, WIDE, VECTOR), there, True, DV, BLOCK_DV)
+                    k = load_tile(k_start, k_offsets, there, True, D, BLOCK_D)
+                    v = load_tile(v_start, v_offsets, there, True, DV, BLOCK_DV)
                     weight, g, ds, seen = score_gradient(
                         q, k, do, v, row_lse[:, None], row_delta[:, None], position[:, None], j[None, :], column,
-                        sequence, head, token_q, token_k, count_q, count_k, least, most, scores, seed, threshold,
-                        kept_scale, given, keep, change, None, BK, False, True, LOW, HIGH, CAREFUL, PRECISION,
+                        sequence, head, token_q, token_k, count_q, count_k, begins[:, None], ends[:, None], scores,
+                        seed, threshold, kept_scale, given, keep, change, None, BK, False, True, LOW, CAREFUL,
+                        PRECISION,
                     )  # fmt: skip
                     if weigh is not None:
                         near_i, near_j = nearest(position[:, None], count_q), nearest(j[None, :], count_k)
@@ -533,10 +537,9 @@ def backward(
     needs: Sequence[bool],
 ) -> list[Tensor | None]:
     """Gradients of query, key, value and of each of `tensors`, None where not needed."""
-    if out.numel() == 0 or key.shape[0 if problem.layout == "packed" else 2] == 0:
-        return [
-            torch.zeros_like(t) if need else None for t, need in zip((query, key, value, *tensors), needs, strict=True)
-        ]
+    if out.numel() == 0:
+        every = zip((query, key, value, *tensors), needs, strict=True)
+        return [torch.zeros_like(tensor) if need else None for tensor, need in every]
     with on_device(query.device):
         return _Backward(problem, grad_out, grad_lse, query, key, value, out, lse).gradients(tensors, needs)
 
@@ -559,14 +562,14 @@ class _Backward:
         call = self._call
         if grad_out is None:
             grad_out = torch.zeros_like(out)
-        elif call.vector(grad_out) == 1 and call.vector(query, key, value, out) > 1:
+        query, key, value = call.readable(query, key, value)
+        if call.vector(grad_out) == 1 and (call.vector(query, key, value, out) > 1 or grad_out.dtype == torch.float32):
             # an expanded gradient, as sums give it, would slow every load of it: a copy is read many times
             grad_out = empty_ordered(tuple(out.shape), out, out.dtype).copy_(grad_out)
         self._inputs = (query, key, value, grad_out)
         self._lse, self._delta = lse.contiguous(), torch.empty_like(lse, memory_format=torch.contiguous_format)
         self._sum_rows(out, grad_lse)
-        scale = problem.scale
-        self._scales = (scale, scale if call.semantics.change is not None else scale * LOG2E.value)
+        self._scales = (problem.scale, call.scale)
 
     def _sum_rows(self, out: Tensor, grad_lse: Tensor | None) -> None:
         call, problem, grad_out = self._call, self._problem, self._inputs[3]
@@ -639,6 +642,8 @@ class _Backward:
     def _of_step(self, node: Node, tensor: Tensor) -> Tensor:
         """The gradient of a bias or of slopes."""
         problem, call = self._problem, self._call
+        if tensor.numel() == 0:
+            return torch.zeros_like(tensor)
         weigh, reads = (None, ()) if node[0] == "bias" else distance(node[2], call.packed)
         shape = (1,) * (4 - tensor.dim()) + tuple(tensor.shape)
         if node[0] == "alibi":
@@ -663,7 +668,7 @@ class _Backward:
         sums_h = problem.heads_q if total.shape[1] == 1 else 1
         programs = total.shape[0] * total.shape[1] * tiles_q * tiles_k
         constants = call.constants(tile)
-        del constants["LISTS"]
+        del constants["LISTS"], constants["HIGH"]
         if programs == 0:
             return
         gradient_kernel[(programs,)](

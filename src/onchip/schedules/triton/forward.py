@@ -24,7 +24,6 @@ from onchip.schedules.triton.parts import (
     LOG2E,
     alive,
     band_of,
-    dims_of,
     extent,
     find_slot,
     listed_column,
@@ -33,7 +32,8 @@ from onchip.schedules.triton.parts import (
     moved,
     multiply,
     nearest,
-    row_offsets,
+    offsets_of,
+    range_of,
     start_of,
     store_tile,
     visible,
@@ -61,10 +61,10 @@ def forward_kernel(
     cu_q, cu_k, used_q, used_k,
     low, high, low_aligned, high_aligned, lows, highs,
     order, counts, list_b: tl.int64, list_h: tl.int64, blocks_k: tl.int64,
-    scale: tl.float32, sign: tl.float32, sink, seed, threshold: tl.int32, kept_scale: tl.float32,
+    scale: tl.float32, sink, seed, threshold: tl.int32, kept_scale: tl.float32,
     given,
     keep: tl.constexpr, change: tl.constexpr,
-    GROUP: tl.constexpr, PACK: tl.constexpr,
+    GROUP: tl.constexpr, PACK: tl.constexpr, NEGATIVE: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BQ: tl.constexpr, BK: tl.constexpr,
     LOW: tl.constexpr, HIGH: tl.constexpr, LISTS: tl.constexpr, CAREFUL: tl.constexpr,
@@ -101,11 +101,12 @@ def forward_kernel(
     from_row = 0 * row_first if PACK > 1 else row_first
     kv_head = head // GROUP
 
-    rows_q = row_offsets(position - from_row, within, q_h, q_n, PACK, WIDE, VECTOR)
+    q_offsets = offsets_of(position - from_row, within, q_h, q_n, q_d, BLOCK_D, PACK, WIDE, VECTOR)
     q_start = start_of(query, b, head, token_q + from_row, q_b, q_h, q_n, VECTOR)
-    q = load_tile(q_start, rows_q, dims_of(q_d, BLOCK_D, WIDE, VECTOR), position < length_q, True, D, BLOCK_D)
-    if change is None:
-        q = (q * sign).to(q.dtype)
+    q = load_tile(q_start, q_offsets, position < length_q, True, D, BLOCK_D)
+    columns = tl.arange(0, BK)
+    k_offsets = offsets_of(columns, 0, k_h, k_n, k_d, BLOCK_D, 1, WIDE, VECTOR)
+    v_offsets = offsets_of(columns, 0, v_h, v_n, v_d, BLOCK_DV, 1, WIDE, VECTOR)
     k_start = start_of(key, b, kv_head, token_k, k_b, k_h, k_n, VECTOR)
     v_start = start_of(value, b, kv_head, token_k, v_b, v_h, v_n, VECTOR)
 
@@ -113,6 +114,7 @@ def forward_kernel(
     l = tl.zeros([BQ], tl.float32)
     acc = tl.zeros([BQ, BLOCK_DV], tl.float32)
     sequence = b.to(tl.int64)
+    begins, ends = range_of(position, position < length_q, least, most, length_k)
     if LISTS:
         # a tile of rows lies within one block of 128
         row = sequence * list_b + head.to(tl.int64) * list_h + row_first // 128
@@ -123,21 +125,24 @@ def forward_kernel(
         start, full_start, full_stop, stop = visits(row_first, row_last, least, most, length_k, BK, keep is not None)
     if LOW or keep is not None:
         acc, m, l = attend(
-            acc, m, l, q, k_start, v_start, k_n, k_d, v_n, v_d, start, full_start, listed, position, least, most,
-            sequence, heads_of_rows, token_q, token_k, length_q, length_k, scale, seed, threshold, given, keep, change,
-            PACK, D, DV, BLOCK_D, BLOCK_DV, BK, LISTS, True, LOW, HIGH, CAREFUL, WIDE, VECTOR, PRECISION,
+            acc, m, l, q, k_start, v_start, k_offsets, v_offsets, k_n, v_n, start, full_start, listed, position,
+            begins, ends, sequence, heads_of_rows, token_q, token_k, length_q, length_k, scale, seed, threshold, given,
+            keep, change, PACK, D, DV, BLOCK_D, BLOCK_DV, BK, LISTS, True, NEGATIVE, LOW, CAREFUL, WIDE, VECTOR,
+            PRECISION,
         )  # fmt: skip
     if LISTS or keep is None:
         acc, m, l = attend(
-            acc, m, l, q, k_start, v_start, k_n, k_d, v_n, v_d, full_start, full_stop, listed, position, least, most,
-            sequence, heads_of_rows, token_q, token_k, length_q, length_k, scale, seed, threshold, given, None, change,
-            PACK, D, DV, BLOCK_D, BLOCK_DV, BK, LISTS, False, LOW, HIGH, CAREFUL, WIDE, VECTOR, PRECISION,
+            acc, m, l, q, k_start, v_start, k_offsets, v_offsets, k_n, v_n, full_start, full_stop, listed, position,
+            begins, ends, sequence, heads_of_rows, token_q, token_k, length_q, length_k, scale, seed, threshold, given,
+            None, change, PACK, D, DV, BLOCK_D, BLOCK_DV, BK, LISTS, False, NEGATIVE, LOW, CAREFUL, WIDE,
+            VECTOR, PRECISION,
         )  # fmt: skip
     if not LISTS:
         acc, m, l = attend(
-            acc, m, l, q, k_start, v_start, k_n, k_d, v_n, v_d, full_stop, stop, listed, position, least, most,
-            sequence, heads_of_rows, token_q, token_k, length_q, length_k, scale, seed, threshold, given, keep, change,
-            PACK, D, DV, BLOCK_D, BLOCK_DV, BK, LISTS, True, LOW, HIGH, CAREFUL, WIDE, VECTOR, PRECISION,
+            acc, m, l, q, k_start, v_start, k_offsets, v_offsets, k_n, v_n, full_stop, stop, listed, position, begins,
+            ends, sequence, heads_of_rows, token_q, token_k, length_q, length_k, scale, seed, threshold, given, keep,
+            change, PACK, D, DV, BLOCK_D, BLOCK_DV, BK, LISTS, True, NEGATIVE, LOW, CAREFUL, WIDE, VECTOR,
+            PRECISION,
         )  # fmt: skip
 
     # a row that saw a key has l >= 1, or NaN
@@ -161,71 +166,68 @@ def forward_kernel(
     if seed is not None:
         acc = acc * kept_scale
     if change is None:
-        result = (m + tl.log2(total)) * LN2
-    else:
-        result = m + tl.log(total)
+        m = m * LN2
+    result = m + tl.log(total)
     result = tl.where((l == 0.0) | (position >= length_q), float("-inf"), result)
     lse_start = lse + sequence * lse_b + head.to(tl.int64) * lse_h + token_q.to(tl.int64)
     tl.store(lse_start + within.to(tl.int64) * lse_h + position, result, mask=exists)
-    rows_o = row_offsets(position - from_row, within, o_h, o_n, PACK, WIDE, VECTOR)
+    o_offsets = offsets_of(position - from_row, within, o_h, o_n, o_d, BLOCK_DV, PACK, WIDE, VECTOR)
     o_start = start_of(out, b, head, token_q + from_row, o_b, o_h, o_n, VECTOR)
-    store_tile(o_start, rows_o, dims_of(o_d, BLOCK_DV, WIDE, VECTOR), exists, acc, DV, BLOCK_DV)
+    store_tile(o_start, o_offsets, exists, acc, DV, BLOCK_DV)
 
 
 @triton.jit
 def attend(
-    acc, m, l, q, k_start, v_start, k_n, k_d, v_n, v_d, begin, end, listed, position, least, most, sequence,
-    head, token_q, token_k, length_q, length_k, scale, seed, threshold, given,
+    acc, m, l, q, k_start, v_start, k_offsets, v_offsets, k_n, v_n, begin, end, listed, position, begins, ends,
+    sequence, head, token_q, token_k, length_q, length_k, scale, seed, threshold, given,
     keep: tl.constexpr, change: tl.constexpr,
     PACK: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BK: tl.constexpr, LISTS: tl.constexpr,
-    MASKED: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr, CAREFUL: tl.constexpr,
+    MASKED: tl.constexpr, NEGATIVE: tl.constexpr, LOW: tl.constexpr, CAREFUL: tl.constexpr,
     WIDE: tl.constexpr, VECTOR: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The state of the rows after the columns [begin, end), or after these steps of a list."""
     columns = tl.arange(0, BK)
-    rows_k = row_offsets(columns, 0, k_n, k_n, 1, WIDE, VECTOR)
-    rows_v = row_offsets(columns, 0, v_n, v_n, 1, WIDE, VECTOR)
-    dims_k = dims_of(k_d, BLOCK_D, WIDE, VECTOR)
-    dims_v = dims_of(v_d, BLOCK_DV, WIDE, VECTOR)
     i = position[:, None]
     for step in range(begin, end, 1 if LISTS else BK):
         column = listed_column(listed, step, BK) if LISTS else step
         inside = column + columns < length_k
         j = (column + columns)[None, :]
-        k = load_tile(moved(k_start, column, k_n, VECTOR), rows_k, dims_k, inside, MASKED, D, BLOCK_D)
+        k = load_tile(moved(k_start, column, k_n, VECTOR), k_offsets, inside, MASKED, D, BLOCK_D)
         s = multiply(q, tl.trans(k), None, PRECISION)  # (BQ, BK)
         if change is not None:
             near_i, near_j = nearest(i, length_q), nearest(j, length_k)
             s = change(s * scale, sequence, head, near_i, near_j, token_q, token_k, length_q, length_k, given)
-        elif MASKED:
+        elif MASKED or NEGATIVE:
             s = s * scale
         if MASKED:
-            show = visible(i, j, least, most, length_q, length_k, LOW, HIGH)
+            show = visible(j, begins[:, None], ends[:, None], LOW)
             if keep is not None:
                 near_i, near_j = nearest(i, length_q), nearest(j, length_k)
                 show = show & keep(sequence, head, near_i, near_j, token_q, token_k, length_q, length_k, given)
             s = tl.where(show, s, float("-inf"))
-        if change is None and not MASKED:
+        if change is None and not (MASKED or NEGATIVE):
+            # the maximum may be scaled instead of every score, which is then scaled and shifted at once
             top = tl.maximum(m, tl.max(s, 1) * scale)
+            shift = tl.where(top == float("-inf"), 0.0, top)
+            p = tl.exp2(s * scale - shift[:, None])
         else:
             top = tl.maximum(m, tl.max(s, 1))
-        shift = tl.where(top == float("-inf"), 0.0, top)
-        if change is not None:
-            p = tl.exp2((s - shift[:, None]) * LOG2E)
-            kept = tl.exp2((m - shift) * LOG2E)
-        elif MASKED:
-            p = tl.exp2(s - shift[:, None])
+            shift = tl.where(top == float("-inf"), 0.0, top)
+            if change is None:
+                p = tl.exp2(s - shift[:, None])
+            else:
+                p = tl.exp2((s - shift[:, None]) * LOG2E)
+        if change is None:
             kept = tl.exp2(m - shift)
         else:
-            p = tl.exp2(s * scale - shift[:, None])
-            kept = tl.exp2(m - shift)
+            kept = tl.exp2((m - shift) * LOG2E)
         l = l * kept + tl.sum(p, 1)
         m = top
         acc = acc * kept[:, None]
         if seed is not None:
             p = tl.where(alive(seed, sequence, head, i, column, threshold, BK), p, 0.0)
-        v = load_tile(moved(v_start, column, v_n, VECTOR), rows_v, dims_v, inside, MASKED, DV, BLOCK_DV)
+        v = load_tile(moved(v_start, column, v_n, VECTOR), v_offsets, inside, MASKED, DV, BLOCK_DV)
         if CAREFUL and (MASKED or change is not None):
             # what no row of the tile sees may hold anything
             v = tl.where((tl.max(s, 0) > float("-inf"))[:, None], v, 0.0).to(v.dtype)
@@ -245,16 +247,16 @@ def forward(problem: Problem, query: Tensor, key: Tensor, value: Tensor, *, save
         return out, lse
     call = Call(problem)
     tile = call.tile(FORWARD)
-    tensors = (query, key, value, out)
+    tensors = (*call.readable(query, key, value), out)
     tiles, heads = call.count(problem.length_q, call.pack, tile.rows), problem.heads_q // call.pack
     programs = tiles * heads * (1 if call.packed else problem.batch)
-    (scale, sign), vector = call.scale, call.vector(*tensors)
+    vector = call.vector(*tensors)
     with on_device(query.device):
         forward_kernel[(programs,)](
             *tensors, lse, *call.all_strides(vector, *tensors), *call.lse_strides,
             problem.batch, heads, problem.length_q, problem.length_k, tiles, *call.layout, *call.band.arguments,
-            *call.lists_for(FORWARD), scale, sign, call.sink, *call.dropout, call.given(call.semantics.reads),
-            keep=call.semantics.keep, change=call.semantics.change, PACK=call.pack,
+            *call.lists_for(FORWARD), call.scale, call.sink, *call.dropout, call.given(call.semantics.reads),
+            keep=call.semantics.keep, change=call.semantics.change, PACK=call.pack, NEGATIVE=problem.scale < 0,
             WIDE=call.wide(*tensors), VECTOR=vector, **call.constants(tile),
         )  # fmt: skip
     return out, lse

@@ -19,8 +19,8 @@ from onchip import philox
 from onchip.lowering import Node, parse
 from onchip.normal_form import Tiles
 from onchip.problem import Problem
-from onchip.schedules.triton.source import Reads, Semantics, semantics
-from onchip.schedules.triton.tiles import FEW, FORWARD, KEYS, Tile, tile_of
+from onchip.schedules.triton.source import Reads, Semantics, coded, semantics
+from onchip.schedules.triton.tiles import FEW, FORWARD, KEYS, QUERIES, Tile, tile_of
 from onchip.scores import sink_of
 from onchip.softmax import LOG2E
 from onchip.states import EMPTY, PARTIAL
@@ -118,7 +118,9 @@ class Call:
         self.band = self._band(bands)
         self.score_nodes: tuple[Node, ...] = scores
         steps = tuple(node for node in scores if node[0] != "sink")
-        self.semantics: Semantics = semantics(residual, steps, self.packed)
+        dense = (place for place, tensor in enumerate(self.tensors) if tensor.dim() and tensor.stride(-1) == 1)
+        wide = frozenset(place for place in dense if self.tensors[place].shape[-1] > 1)
+        self.semantics: Semantics = semantics(residual, steps, self.packed, wide)
         sink = sink_of(problem.scores)
         self.sink = None if sink is None else sink.contiguous()
         self.target = architecture(problem.device)
@@ -223,9 +225,8 @@ class Call:
         """Whether keys that no row sees may stand inside a tile: not under a band alone, whose edges tiles show."""
         return self.semantics.keep is not None or self.semantics.hides
 
-    @property
-    def kind(self) -> str:
-        if self.pack > 1:
+    def kind(self, kernel: str) -> str:
+        if self.pack > 1 and kernel in (FORWARD, QUERIES):
             return "few"
         if self.semantics.keep is not None or self.semantics.change is not None or self.problem.seed is not None:
             return "changed"
@@ -234,14 +235,14 @@ class Call:
     def tile(self, kernel: str) -> Tile:
         problem = self.problem
         dim = max(problem.dim_qk, problem.dim_v)
-        return tile_of(self.target, kernel, dim, problem.dtype.itemsize * 8, self.kind)
+        return tile_of(self.target, kernel, dim, problem.dtype.itemsize * 8, self.kind(kernel))
 
     def given(self, reads: Reads) -> tuple[Any, ...]:
         """What functions read, in their order."""
         values: list[Any] = []
         for what, place, *role in reads:
             if what == "integer":
-                values.append(max(-FARTHEST, min(FARTHEST, self.ints[place])))
+                values.append(coded(max(-FARTHEST, min(FARTHEST, self.ints[place]))))
             elif what == "real":
                 values.append(self.floats[place])
             else:
@@ -249,12 +250,9 @@ class Call:
         return tuple(values)
 
     @property
-    def scale(self) -> tuple[float, float]:
-        """The factor of the scores, and the sign that the query takes: scores in base 2 are scaled by its size."""
-        scale = self.problem.scale
-        if self.semantics.change is not None:
-            return scale, 1.0
-        return abs(scale) * LOG2E, -1.0 if scale < 0 else 1.0
+    def scale(self) -> float:
+        """The factor of the scores, in base 2 if nothing changes them."""
+        return self.problem.scale * (1.0 if self.semantics.change is not None else LOG2E)
 
     @property
     def dropout(self) -> tuple[Any, int, float]:
@@ -298,6 +296,16 @@ class Call:
                 return 1
         return width
 
+    def readable(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """The tensors, in float32 as copies if vectors cannot read them.
+
+        How a tile was loaded decides in which order products of float32 are summed, and strides must not change bits.
+        Tensors of 16 bits are read as they are.
+        """
+        if self.problem.dtype.itemsize < 4:
+            return tensors
+        return tuple(tensor if self.vector(tensor) > 1 else _aligned(tensor) for tensor in tensors)
+
     def wide(self, *tensors: Tensor) -> bool:
         """Whether offsets inside a tile need 64 bits."""
         return any(256 * (stride_n + stride_d) >= 2**31 for *_, stride_n, stride_d in map(self.strides, tensors))
@@ -321,6 +329,13 @@ class Call:
             "LISTS": self.lists, "CAREFUL": self.careful, "PRECISION": precision_of(problem.dtype, self.target),
             "num_warps": tile.warps, "num_stages": tile.stages,
         }  # fmt: skip
+
+
+def _aligned(tensor: Tensor) -> Tensor:
+    """A dense copy, unless the tensor is one that starts at an aligned address."""
+    if tensor.is_contiguous() and tensor.data_ptr() % 16 == 0:
+        return tensor
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
 
 
 def _split(mask: Node) -> tuple[tuple[Node, ...], Node]:
@@ -357,6 +372,7 @@ def _spread(tensor: Tensor, role: str) -> list[Any]:
     if role == "pair":
         tensor = rank4(tensor)
         strides = [stride if size > 1 else 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)]
-        return [tensor, *strides, max(1, tensor.shape[2]), max(1, tensor.shape[3])]
+        return [tensor, *map(coded, (*strides, max(1, tensor.shape[2]), max(1, tensor.shape[3])))]
     last = tensor.stride(-1) if tensor.shape[-1] > 1 else 0
-    return [tensor, tensor.stride(0) if tensor.dim() == 2 and tensor.shape[0] > 1 else 0, last]
+    first = tensor.stride(0) if tensor.dim() == 2 and tensor.shape[0] > 1 else 0
+    return [tensor, coded(first), coded(last)]

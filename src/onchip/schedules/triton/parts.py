@@ -1,7 +1,7 @@
 """What the kernels share: where a tile lies, how it is loaded, which pairs it hides, how dropout draws.
 
-Legend of this package: BQ rows and BK columns of a tile; D and DV head dims, BLOCK_D and BLOCK_DV powers of two that hold
-them; i a row and j a column of a sequence, b its number, h a query head; s scores, p weights, m maximum, l sum.
+Legend of this package: BQ rows and BK columns of a tile; D and DV head dims, BLOCK_D and BLOCK_DV powers of two that
+hold them; i a row and j a column of a sequence, b its number, h a query head; s scores, p weights, m maximum, l sum.
 PACK query heads of a group stand in one tile: row r of a tile is the position r // PACK of head r % PACK. Offsets of
 tiles are int64; inside a tile they are int32 unless WIDE. Strides count vectors of VECTOR elements, 16 bytes, to which
 pointers are aligned then; at VECTOR 1 nothing is known, and the last dimension has a stride as well.
@@ -145,34 +145,31 @@ def moved(start, rows, stride_n, VECTOR: tl.constexpr):
 
 
 @triton.jit
-def row_offsets(position, head, stride_h, stride_n, PACK: tl.constexpr, WIDE: tl.constexpr, VECTOR: tl.constexpr):
-    """Offsets of a tile's rows: positions from the tile's first row on, heads from the group's first one on."""
-    if PACK == 1:
-        if WIDE:
-            return position.to(tl.int64) * stride_n * VECTOR
-        else:
-            return position * stride_n.to(tl.int32) * VECTOR
-    else:
-        return (position.to(tl.int64) * stride_n + head.to(tl.int64) * stride_h) * VECTOR
-
-
-@triton.jit
-def dims_of(stride_d, BLOCK: tl.constexpr, WIDE: tl.constexpr, VECTOR: tl.constexpr):
-    """Offsets of a row's elements."""
+def offsets_of(
+    position, head, stride_h, stride_n, stride_d,
+    BLOCK: tl.constexpr, PACK: tl.constexpr, WIDE: tl.constexpr, VECTOR: tl.constexpr,
+):  # fmt: skip
+    """Offsets (rows, BLOCK) of a tile: positions from its first row on, heads from the group's first one on."""
     d = tl.arange(0, BLOCK)
     if VECTOR == 1:
         if WIDE:
-            d = d.to(tl.int64)
             d = d * stride_d
         else:
             d = d * stride_d.to(tl.int32)
-    return d
+    if PACK == 1:
+        if WIDE:
+            rows = position.to(tl.int64) * stride_n * VECTOR
+        else:
+            rows = position * stride_n.to(tl.int32) * VECTOR
+    else:
+        rows = (position.to(tl.int64) * stride_n + head.to(tl.int64) * stride_h) * VECTOR
+    return rows[:, None] + d[None, :]
 
 
 @triton.jit
-def load_tile(start, rows, dims, exists, MASKED: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr):
+def load_tile(start, offsets, exists, MASKED: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr):
     """(rows, BLOCK) with 0 beyond D, and where a row does not exist if MASKED."""
-    pointers = start + rows[:, None] + dims[None, :]
+    pointers = start + offsets
     if BLOCK == D:
         if MASKED:
             tile = tl.load(pointers, mask=exists[:, None], other=0.0)
@@ -187,12 +184,11 @@ def load_tile(start, rows, dims, exists, MASKED: tl.constexpr, D: tl.constexpr, 
 
 
 @triton.jit
-def store_tile(start, rows, dims, exists, tile, D: tl.constexpr, BLOCK: tl.constexpr):
-    pointers = start + rows[:, None] + dims[None, :]
+def store_tile(start, offsets, exists, tile, D: tl.constexpr, BLOCK: tl.constexpr):
     keep = exists[:, None]
     if BLOCK != D:
         keep = keep & (tl.arange(0, BLOCK)[None, :] < D)
-    tl.store(pointers, tile.to(start.dtype.element_ty), mask=keep)
+    tl.store(start + offsets, tile.to(start.dtype.element_ty), mask=keep)
 
 
 @triton.jit
@@ -208,13 +204,18 @@ def multiply(a, b, accumulator, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def visible(i, j, low, high, length_q, length_k, LOW: tl.constexpr, HIGH: tl.constexpr):
-    """Pairs that exist and lie in the band; i and j broadcast against each other."""
-    keep = (j < length_k) & (i < length_q)
-    if LOW:
-        keep = keep & (j - i >= low)
-    if HIGH:
-        keep = keep & (j - i <= high)
+def range_of(position, exists, low, high, length):
+    """Of each row that exists the columns [begin, end) that a band leaves it. Works for columns and rows as well."""
+    end = tl.minimum(position + high + 1, length)
+    return position + low, tl.where(exists, end, 0)
+
+
+@triton.jit
+def visible(index, begins, ends, BOUNDED: tl.constexpr):
+    """Pairs inside the ranges, whose begins matter if BOUNDED; the arguments broadcast against each other."""
+    keep = index < ends
+    if BOUNDED:
+        keep = keep & (index >= begins)
     return keep
 
 

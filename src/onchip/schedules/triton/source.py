@@ -7,7 +7,9 @@ A kernel takes up to three functions as constants and one tuple `given` of what 
     differentiate(g, s, b, h, i, j, ..., given)      the gradient of the score before the steps; s is that score
 
 b and h are int64, i and j int32, any shapes that broadcast against each other. Source depends on structure alone (the
-spec of onchip/lowering.py), so equal structures share kernels, in this process and on disk.
+spec of onchip/lowering.py, and which tensors lie densely along their columns), so equal structures share kernels, in
+this process and on disk. Triton compiles a kernel anew for an int that becomes 1 or a multiple of 16, so ints travel
+as odd numbers beyond 2**40 (`coded`, `decoded`).
 """
 
 from __future__ import annotations
@@ -23,6 +25,19 @@ import triton.language as tl
 
 from onchip.lowering import Node
 from onchip.schedules.triton import parts
+
+CODE = 2**40 + 1
+
+
+def coded(value: int) -> int:
+    """An int as `given` holds it."""
+    return 2 * value + CODE
+
+
+def decoded(slot: int) -> str:
+    """The expression that reads an int of `given`, int64."""
+    return f"((given[{slot}] - {CODE}) // 2)"
+
 
 ARGUMENTS = "b, h, i, j, token_q, token_k, length_q, length_k, given"
 
@@ -48,8 +63,8 @@ class Semantics:
 class Emitter:
     """Writes expressions and remembers what they read."""
 
-    def __init__(self, packed: bool) -> None:
-        self._packed = packed
+    def __init__(self, packed: bool, dense: frozenset[int] = frozenset()) -> None:
+        self._packed, self._dense = packed, dense
         self.reads: list[tuple[Any, ...]] = []
         self._slots: dict[tuple[Any, ...], int] = {}
         self._count = 0
@@ -62,34 +77,35 @@ class Emitter:
         return self._slots[read]
 
     def integer(self, place: int) -> str:
-        return f"given[{self._slot(('integer', place), 1)}]"
+        return f"{decoded(self._slot(('integer', place), 1))}.to(tl.int32)"
 
     def real(self, place: int) -> str:
         return f"given[{self._slot(('real', place), 1)}]"
 
     def head(self, place: int) -> str:
         slot = self._slot(("tensor", place, "head"), 3)
-        return f"tl.load(given[{slot}] + b * given[{slot + 1}] + h * given[{slot + 2}])"
+        return f"tl.load(given[{slot}] + b * {decoded(slot + 1)} + h * {decoded(slot + 2)})"
 
     def sequence(self, place: int) -> str:
         slot = self._slot(("tensor", place, "head"), 3)
-        return f"tl.load(given[{slot}] + b * given[{slot + 2}])"
+        return f"tl.load(given[{slot}] + b * {decoded(slot + 2)})"
 
     def row(self, place: int) -> str:
         slot = self._slot(("tensor", place, "row"), 3)
-        return f"tl.load(given[{slot}] + b * given[{slot + 1}] + (token_q + i).to(tl.int64) * given[{slot + 2}])"
+        return f"tl.load(given[{slot}] + b * {decoded(slot + 1)} + (token_q + i).to(tl.int64) * {decoded(slot + 2)})"
 
     def column(self, place: int) -> str:
         slot = self._slot(("tensor", place, "column"), 3)
-        return f"tl.load(given[{slot}] + b * given[{slot + 1}] + (token_k + j).to(tl.int64) * given[{slot + 2}])"
+        return f"tl.load(given[{slot}] + b * {decoded(slot + 1)} + (token_k + j).to(tl.int64) * {decoded(slot + 2)})"
 
     def pair(self, place: int, i: str = "i", j: str = "j") -> str:
         slot = self._slot(("tensor", place, "pair"), 7)
-        pointer, b, h, q, k, rows, columns = (f"given[{slot + n}]" for n in range(7))
+        b, h, q, k, rows, columns = (decoded(slot + n) for n in range(1, 7))
         if self._packed:
             # as long as the longest sequence, which only the device knows
             i, j = f"tl.minimum({i}, {rows} - 1)", f"tl.minimum({j}, {columns} - 1)"
-        return f"tl.load({pointer} + b * {b} + h * {h} + ({i}).to(tl.int64) * {q} + ({j}).to(tl.int64) * {k})"
+        j = j if place in self._dense else f"({j}).to(tl.int64) * {k}"
+        return f"tl.load(given[{slot}] + (b * {b} + h * {h}) + ({i}).to(tl.int64) * {q} + {j})"
 
     def offset(self, diagonal: Node) -> str:
         if diagonal == "bottom-right":
@@ -152,9 +168,12 @@ class Emitter:
 
 
 @lru_cache(maxsize=1024)
-def semantics(mask: Node, scores: tuple[Node, ...], packed: bool) -> Semantics:
-    """The functions of a residual mask (a node of a spec, or None) and of score steps in order, without a sink."""
-    emitter = Emitter(packed)
+def semantics(mask: Node, scores: tuple[Node, ...], packed: bool, dense: frozenset[int]) -> Semantics:
+    """The functions of a residual mask (a node of a spec, or None) and of score steps in order, without a sink.
+
+    `dense` holds the places of tensors whose last stride is 1.
+    """
+    emitter = Emitter(packed, dense)
     keep = None if mask is None else _function("keep", ARGUMENTS, [f"return {emitter.mask(mask)}"])
     change = None if not scores else _function("change", f"s, {ARGUMENTS}", [*emitter.steps(scores), "return s"])
     # every other step adds a term

@@ -50,28 +50,37 @@ class Row:
 
 
 ANY: tuple[str, ...] = ()
+REGULAR = ("plain", "band")
+HOPPER, CDNA3 = ("sm_90",), ("gfx942",)
 TABLE = (
-    Row(("sm_90",), FORWARD, 64, 16, ("plain", "band"), Tile(128, 128, 8, 3)),
-    Row(("sm_90",), FORWARD, 128, 16, ("plain", "band"), Tile(128, 128, 8, 3)),
-    Row(("sm_90",), FORWARD, 256, 16, ("plain", "band"), Tile(128, 64, 8, 2)),
-    Row(("sm_90",), KEYS, 64, 16, ("plain", "band"), Tile(64, 128, 8, 3)),
-    Row(("sm_90",), KEYS, 128, 16, ("plain", "band"), Tile(64, 128, 8, 2)),
-    Row(("sm_90",), QUERIES, 64, 16, ("plain", "band"), Tile(128, 64, 8, 3)),
-    Row(("sm_90",), QUERIES, 128, 16, ("plain", "band"), Tile(128, 64, 8, 2)),
-    # any architecture: two stages of these fit the 99 KiB of the smallest
-    Row(ANY, FORWARD, 128, 16, ("few",), Tile(16, 64, 4, 2)),
+    # wgmma takes 64 rows of a product for four warps; the forward of long heads shares a tile between eight
+    Row(HOPPER, FORWARD, 64, 16, REGULAR, Tile(64, 64, 4, 3)),
+    Row(HOPPER, FORWARD, 128, 16, REGULAR, Tile(128, 128, 8, 3)),
+    Row(HOPPER, FORWARD, 256, 16, REGULAR, Tile(128, 64, 8, 2)),
+    Row(HOPPER, KEYS, 64, 16, ANY, Tile(32, 64, 4, 2)),
+    Row(HOPPER, KEYS, 128, 16, REGULAR, Tile(32, 128, 8, 3)),
+    Row(HOPPER, KEYS, 128, 16, ANY, Tile(16, 64, 8, 2)),
+    Row(HOPPER, QUERIES, 64, 16, REGULAR, Tile(64, 64, 4, 3)),
+    Row(HOPPER, QUERIES, 128, 16, REGULAR, Tile(128, 64, 8, 3)),
+    Row(CDNA3, FORWARD, 128, 16, ANY, Tile(64, 32, 8, 2)),
+    Row(CDNA3, KEYS, 64, 16, ("changed",), Tile(16, 64, 4, 2)),
+    Row(CDNA3, KEYS, 128, 16, ANY, Tile(16, 64, 4, 2)),
+    Row(CDNA3, KEYS, 256, 16, ANY, Tile(16, 32, 4, 1)),
+    # any architecture: what does not spill on the smallest, within its 99 KiB of shared memory
     Row(ANY, FORWARD, 256, 16, ("few",), Tile(16, 64, 4, 2)),
-    Row(ANY, FORWARD, 64, 16, ANY, Tile(128, 64, 4, 3)),
-    Row(ANY, FORWARD, 128, 16, ANY, Tile(128, 64, 8, 2)),
-    Row(ANY, FORWARD, 256, 16, ANY, Tile(64, 32, 4, 2)),
-    Row(ANY, KEYS, 64, 16, ANY, Tile(64, 64, 4, 2)),
-    Row(ANY, KEYS, 128, 16, ANY, Tile(32, 64, 4, 2)),
-    Row(ANY, KEYS, 256, 16, ANY, Tile(32, 32, 4, 1)),
-    Row(ANY, QUERIES, 64, 16, ANY, Tile(64, 64, 4, 2)),
-    Row(ANY, QUERIES, 128, 16, ANY, Tile(64, 32, 4, 2)),
+    Row(ANY, FORWARD, 64, 16, ANY, Tile(128, 64, 8, 2)),
+    Row(ANY, FORWARD, 128, 16, ANY, Tile(128, 32, 8, 2)),
+    Row(ANY, FORWARD, 256, 16, ANY, Tile(64, 32, 8, 2)),
+    Row(ANY, KEYS, 64, 16, REGULAR, Tile(32, 64, 4, 2)),
+    Row(ANY, KEYS, 64, 16, ANY, Tile(64, 32, 4, 2)),
+    Row(ANY, KEYS, 128, 16, ANY, Tile(32, 64, 8, 2)),
+    Row(ANY, KEYS, 256, 16, ANY, Tile(32, 32, 8, 1)),
+    Row(ANY, QUERIES, 64, 16, ANY, Tile(64, 32, 4, 2)),
+    Row(ANY, QUERIES, 128, 16, ANY, Tile(64, 16, 4, 2)),
     Row(ANY, QUERIES, 256, 16, ANY, Tile(32, 32, 4, 1)),
-    Row(ANY, GRADIENT, 128, 16, ANY, Tile(64, 64, 4, 1)),
-    Row(ANY, GRADIENT, 256, 16, ANY, Tile(32, 32, 4, 1)),
+    Row(ANY, GRADIENT, 128, 16, ANY, Tile(32, 64, 4, 1)),
+    Row(ANY, GRADIENT, 256, 16, ANY, Tile(32, 32, 8, 1)),
+    # float32 takes twice the room, and three products for one
     Row(ANY, FORWARD, 64, 32, ANY, Tile(64, 32, 4, 2)),
     Row(ANY, FORWARD, 128, 32, ANY, Tile(32, 32, 4, 1)),
     Row(ANY, FORWARD, 256, 32, ANY, Tile(16, 16, 4, 1)),
@@ -80,9 +89,9 @@ TABLE = (
     Row(ANY, KEYS, 256, 32, ANY, Tile(16, 16, 4, 1)),
     Row(ANY, QUERIES, 64, 32, ANY, Tile(32, 32, 4, 1)),
     Row(ANY, QUERIES, 128, 32, ANY, Tile(32, 16, 4, 1)),
-    Row(ANY, QUERIES, 256, 32, ANY, Tile(16, 16, 4, 1)),
-    Row(ANY, GRADIENT, 128, 32, ANY, Tile(32, 32, 4, 1)),
-    Row(ANY, GRADIENT, 256, 32, ANY, Tile(16, 16, 4, 1)),
+    Row(ANY, QUERIES, 256, 32, ANY, Tile(16, 16, 8, 1)),
+    Row(ANY, GRADIENT, 128, 32, ANY, Tile(16, 32, 4, 1)),
+    Row(ANY, GRADIENT, 256, 32, ANY, Tile(16, 32, 4, 1)),
 )
 
 

@@ -1,0 +1,265 @@
+"""Kernels compiled ahead of time, without a GPU: what a call would launch is recorded, and compiled for a target."""
+
+import importlib
+import re
+import subprocess
+import tempfile
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from unittest import mock
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, make_backend
+from triton.runtime.jit import create_function_from_signature
+
+from onchip.attention import _bind
+from onchip.schedules.triton import launch
+from tests import harness
+from tests.problems import build
+
+# the package has functions of these names
+forward, backward = (importlib.import_module(f"onchip.schedules.triton.{name}") for name in ("forward", "backward"))
+
+TARGETS = {
+    "sm_80": GPUTarget("cuda", 80, 32),
+    "sm_86": GPUTarget("cuda", 86, 32),
+    "sm_90": GPUTarget("cuda", 90, 32),
+    "gfx942": GPUTarget("hip", "gfx942", 64),
+}
+SHARED_LIMITS = {"sm_80": 163 * 1024, "sm_86": 99 * 1024, "sm_90": 227 * 1024, "gfx942": 64 * 1024}
+"""Bytes that one block may take. 99 KiB is also what sm_89 and sm_120 have."""
+REGISTER_LIMITS = {"sm_80": 255, "sm_86": 255, "sm_90": 255, "gfx942": 512}
+"""Of a thread; on gfx942 vector registers and accumulation registers together."""
+
+TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+
+
+# What a call launches
+
+
+@dataclass
+class Launch:
+    """A kernel and what it would have been given."""
+
+    kernel: triton.runtime.JITFunction
+    arguments: tuple
+    keywords: dict
+
+    @property
+    def name(self):
+        return self.kernel.__name__.removesuffix("_kernel")
+
+    @property
+    def tile(self):
+        """Rows, columns, warps and stages; a kernel without one of them has None there."""
+        return tuple(self.keywords.get(name) for name in ("BQ", "BK", "num_warps", "num_stages"))
+
+
+class _Recorder:
+    def __init__(self, kernel, launches):
+        self.kernel, self.launches = kernel, launches
+
+    def __getitem__(self, grid):
+        return lambda *arguments, **keywords: self.launches.append(Launch(self.kernel, arguments, keywords))
+
+
+@contextmanager
+def recorded(target):
+    """Inside, launches of the schedule are recorded for a target and nothing runs: the tensors stay as they are."""
+    launches = []
+    with ExitStack() as patches:
+        for module in (forward, backward):
+            for name in dir(module):
+                if name.endswith("_kernel"):
+                    recorder = _Recorder(getattr(module, name), launches)
+                    patches.enter_context(mock.patch.object(module, name, recorder))
+        patches.enter_context(mock.patch.object(launch, "architecture", lambda device: target))
+        yield launches
+
+
+def launches_of(spec, dtype, target):
+    """Every launch of a forward and a backward with all gradients, of a problem of tests/problems.py."""
+    described = build(spec, dtype)
+    (query, key, value, *offsets), keywords = harness.arguments(described, described.leaves)
+    offsets = offsets or (None, None)
+    names = ("causal", "window", "mask", "score", "lengths", "scale", "dropout_p", "dropout_seed")
+    given = (keywords.get(name) for name in names)
+    problem = _bind(query, key, *offsets, value, *given, False, "triton", True)
+    with recorded(target) as launches:
+        out, lse = forward.forward(problem, query, key, value, saves=True)
+        tensors = problem.lower()[0]
+        needs = [True] * 3 + [tensor.is_floating_point() for tensor in tensors]
+        gradients = torch.empty_like(out), torch.empty_like(lse)
+        backward.backward(problem, *gradients, query, key, value, out, lse, tensors, needs)
+    return launches
+
+
+# What a compiler is given
+
+
+@dataclass(frozen=True)
+class Specialized:
+    """All that a compiled kernel depends on, beside its source: launches with equal ones share it."""
+
+    signature: dict
+    constants: dict
+    attributes: dict
+    options: dict
+
+
+def specialized(launch, target):
+    """What Triton's own launch would look a kernel up by, and compile it from."""
+    backend = make_backend(TARGETS[target])
+    kernel = launch.kernel
+    binder = create_function_from_signature(kernel.signature, kernel.params, backend)
+    keywords = launch.keywords | {"debug": False, "instrumentation_mode": ""}
+    bound, specialization, options = binder(*launch.arguments, **keywords)
+    options, signature, constants, attributes = kernel._pack_args(backend, keywords, bound, specialization, options)
+    return Specialized(signature, constants, attributes, options.__dict__)
+
+
+def compile_launch(launch, target):
+    """The kernel of a launch, compiled for a target."""
+    given = specialized(launch, target)
+    source = ASTSource(launch.kernel, given.signature, given.constants, given.attributes)
+    made = triton.compile(source, target=TARGETS[target], options=given.options)
+    return read_hip(made) if TARGETS[target].backend == "hip" else read_cuda(made)
+
+
+# What it made of it
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """Registers of a thread, local memory of a thread and shared memory of a block in bytes, and instructions.
+
+    `spills` counts the loads and stores of local memory, `spills_in_loops` those of them in loops, see `in_loops`;
+    on gfx942 both are the spilled vector registers. `products` counts the products of matrices, `units` names the
+    instructions that make them.
+    """
+
+    registers: int
+    local: int
+    spills: int
+    spills_in_loops: int
+    shared: int
+    products: int
+    units: str
+
+
+def products_of(text):
+    """How many products of matrices PTX or AMD assembly makes, and by which instructions."""
+    found = re.findall(r"\bwgmma\.mma_async|\bmma\.sync|\bv_mfma", text)
+    return {"products": len(found), "units": " ".join(sorted(set(found)))}
+
+
+def read_cuda(made):
+    with tempfile.TemporaryDirectory() as folder:
+        binary = Path(folder, "kernel.cubin")
+        binary.write_bytes(made.asm["cubin"])
+        usage = _dump("-res-usage", binary)
+        instructions = parse_sass(_dump("-sass", binary))
+    count = lambda word: max(map(int, re.findall(rf"\b{word}:(\d+)", usage)))  # noqa: E731
+    spills = [place for place, text in instructions.items() if re.search(r"\b(LDL|STL)\b", text)]
+    repeated = in_loops(instructions) if spills else set()
+    return Compiled(
+        registers=count("REG"),
+        local=count("STACK"),
+        spills=len(spills),
+        spills_in_loops=sum(place in repeated for place in spills),
+        shared=made.metadata.shared,
+        **products_of(made.asm["ptx"]),
+    )
+
+
+def _dump(option, binary):
+    return subprocess.run([TOOLS / "cuobjdump", option, binary], capture_output=True, text=True, check=True).stdout
+
+
+def read_hip(made):
+    text = made.asm["amdgcn"]
+    count = lambda word: max(map(int, re.findall(rf"\.{word}:\s+(\d+)", text)))  # noqa: E731
+    spills = count("vgpr_spill_count")
+    return Compiled(
+        registers=count("vgpr_count"),
+        local=count("private_segment_fixed_size"),
+        spills=spills,
+        spills_in_loops=spills,
+        shared=made.metadata.shared,
+        **products_of(text),
+    )
+
+
+# Loops in SASS
+
+
+def parse_sass(text):
+    """Instructions by their address, in its order."""
+    found = re.findall(r"^\s*/\*([0-9a-f]{4,})\*/\s+(.*?);", text, re.MULTILINE)
+    return {int(place, 16): instruction for place, instruction in found}
+
+
+def successors(instructions):
+    """For each instruction the addresses that may come next. What looks like a call may be a jump out of a loop."""
+    places = list(instructions)
+    following = dict(zip(places, [*places[1:], None], strict=True))
+    paths = {}
+    for place, text in instructions.items():
+        always = not text.startswith("@")
+        word = re.sub(r"^@!?U?P\w+\s+", "", text)
+        operation = word.split()[0].split(".")[0]
+        ends = operation in ("EXIT", "RET") or (operation in ("BRA", "JMP") and re.match(r"\w+\s+0x", word))
+        paths[place] = set() if always and ends else {following[place]} - {None}
+        if operation in ("BRA", "JMP", "CALL"):
+            paths[place].add(int(re.findall(r"\b0x([0-9a-f]+)", word)[-1], 16))
+    return paths
+
+
+def in_loops(instructions):
+    """Addresses of instructions that a loop repeats: of nested loops the innermost one that makes products."""
+    paths = successors(instructions)
+    hot = {place for place, text in instructions.items() if re.search(r"\b[HIDQB]?G?MMA\b", text)}
+    waiting, found = cycles(paths, set(instructions)), set()
+    while waiting:
+        loop = waiting.pop()
+        entries = {after for place in instructions.keys() - loop for after in paths[place] if after in loop}
+        inner = [part for part in cycles(paths, loop - entries) if part & hot]
+        waiting += inner
+        if not inner:
+            found |= loop
+    return found
+
+
+def cycles(paths, places):
+    """Sets of these places from each of which control may come back to it (strongly connected components, Tarjan)."""
+    index, lowest, stack, waiting, found = {}, {}, [], set(), []
+    for root in sorted(places):
+        work = [(root, None)] if root not in index else []
+        while work:
+            place, rest = work.pop()
+            if rest is None:
+                index[place] = lowest[place] = len(index)
+                stack.append(place)
+                waiting.add(place)
+                rest = iter(sorted(paths[place] & places))
+            for after in rest:
+                if after not in index:
+                    work += [(place, rest), (after, None)]
+                    break
+                if after in waiting:
+                    lowest[place] = min(lowest[place], index[after])
+            else:
+                if lowest[place] == index[place]:
+                    at = stack.index(place)
+                    members = set(stack[at:])
+                    del stack[at:]
+                    waiting -= members
+                    if len(members) > 1 or place in paths[place]:
+                        found.append(members)
+                if work:
+                    parent = work[-1][0]
+                    lowest[parent] = min(lowest[parent], lowest[place])
+    return found
