@@ -94,11 +94,10 @@ def delta_kernel(
 
 @triton.jit
 def score_gradient(
-    a, c, da, dc, lse, delta, i, j, column, b, head, token_q, token_k, length_q, length_k, begins, ends,
-    scale, seed, threshold, kept_scale, given,
+    a, c, da, dc, lse, delta, i, j, begins, ends, column, where, scores, dropout, given,
     keep: tl.constexpr, change: tl.constexpr, differentiate: tl.constexpr,
-    BK: tl.constexpr, TURNED: tl.constexpr, MASKED: tl.constexpr, BOUNDED: tl.constexpr,
-    CAREFUL: tl.constexpr, PRECISION: tl.constexpr,
+    BK: tl.constexpr, TURNED: tl.constexpr, MASKED: tl.constexpr, BOUNDED: tl.constexpr, CAREFUL: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Of a tile: the weights that dV sums, the gradient of the score after its steps and before them, what is seen.
 
@@ -106,17 +105,19 @@ def score_gradient(
     broadcast against the tile, and so do begins and ends, the ranges of parts.range_of over the rows of c. The last
     result says which rows of c some row of a sees, if CAREFUL.
     """
+    b, head, token_q, token_k, length_q, length_k = where
+    seed, threshold, kept_scale = dropout
     s = multiply(a, tl.trans(c), None, PRECISION)
-    raw = s * scale
+    raw = s * scores
     s = raw
     if change is not None or keep is not None:
         near_i, near_j = nearest(i, length_q), nearest(j, length_k)
     if change is not None:
-        s = change(raw, b, head, near_i, near_j, token_q, token_k, length_q, length_k, given)
+        s = change(raw, near_i, near_j, where, given)
     if MASKED:
         show = visible(i if TURNED else j, begins, ends, BOUNDED)
         if keep is not None:
-            show = show & keep(b, head, near_i, near_j, token_q, token_k, length_q, length_k, given)
+            show = show & keep(near_i, near_j, where, given)
         s = tl.where(show, s, float("-inf"))
     if change is None:
         p = tl.exp2(s - lse)
@@ -134,7 +135,7 @@ def score_gradient(
     g = p * (dp - delta)
     ds = g
     if differentiate is not None:
-        ds = differentiate(g, raw, b, head, near_i, near_j, token_q, token_k, length_q, length_k, given)
+        ds = differentiate(g, raw, near_i, near_j, where, given)
     if CAREFUL and (MASKED or change is not None):
         hidden = s == float("-inf")
         g = tl.where(hidden, 0.0, g)
@@ -210,6 +211,7 @@ def keys_kernel(
     r = tl.arange(0, BQ)
     q_offsets = offsets_of(r, 0, q_h, q_n, q_d, BLOCK_D, 1, WIDE, VECTOR)
     do_offsets = offsets_of(r, 0, do_h, do_n, do_d, BLOCK_DV, 1, WIDE, VECTOR)
+    dropout = (seed, threshold, kept_scale)
     for member in range(0, GROUP):
         head = (kv_head * GROUP + member).to(tl.int64)
         q_start = start_of(query, b, head, token_q, q_b, q_h, q_n, VECTOR)
@@ -222,26 +224,25 @@ def keys_kernel(
         else:
             listed = None
             start, full_start, full_stop, stop = visits(first, last, -most, -least, length_q, BQ, keep is not None)
+        rows = (q_start, do_start, q_offsets, do_offsets, q_n, do_n, lse + values, delta + values)
+        where = (sequence, head, token_q, token_k, length_q, length_k)
         if HIGH or keep is not None:
             dk, dv = gather(
-                dk, dv, k, v, q_start, do_start, lse + values, delta + values, q_offsets, do_offsets, q_n, do_n,
-                start, full_start, listed, j, first, sequence, head, token_q, token_k, length_q, length_k, begins,
-                ends, scores, seed, threshold, kept_scale, given, keep, change, differentiate, D, DV, BLOCK_D,
-                BLOCK_DV, BQ, BK, LISTS, True, HIGH, CAREFUL, WIDE, VECTOR, PRECISION,
+                dk, dv, k, v, rows, begins, ends, where, first, start, full_start, listed, scores, dropout, given,
+                keep, change, differentiate, D, DV, BLOCK_D, BLOCK_DV, BQ, BK, LISTS, True, HIGH, CAREFUL, VECTOR,
+                PRECISION,
             )  # fmt: skip
         if LISTS or keep is None:
             dk, dv = gather(
-                dk, dv, k, v, q_start, do_start, lse + values, delta + values, q_offsets, do_offsets, q_n, do_n,
-                full_start, full_stop, listed, j, first, sequence, head, token_q, token_k, length_q, length_k, begins,
-                ends, scores, seed, threshold, kept_scale, given, None, change, differentiate, D, DV, BLOCK_D,
-                BLOCK_DV, BQ, BK, LISTS, False, HIGH, CAREFUL, WIDE, VECTOR, PRECISION,
+                dk, dv, k, v, rows, begins, ends, where, first, full_start, full_stop, listed, scores, dropout, given,
+                None, change, differentiate, D, DV, BLOCK_D, BLOCK_DV, BQ, BK, LISTS, False, HIGH, CAREFUL, VECTOR,
+                PRECISION,
             )  # fmt: skip
         if not LISTS:
             dk, dv = gather(
-                dk, dv, k, v, q_start, do_start, lse + values, delta + values, q_offsets, do_offsets, q_n, do_n,
-                full_stop, stop, listed, j, first, sequence, head, token_q, token_k, length_q, length_k, begins, ends,
-                scores, seed, threshold, kept_scale, given, keep, change, differentiate, D, DV, BLOCK_D, BLOCK_DV, BQ,
-                BK, LISTS, True, HIGH, CAREFUL, WIDE, VECTOR, PRECISION,
+                dk, dv, k, v, rows, begins, ends, where, first, full_stop, stop, listed, scores, dropout, given,
+                keep, change, differentiate, D, DV, BLOCK_D, BLOCK_DV, BQ, BK, LISTS, True, HIGH, CAREFUL, VECTOR,
+                PRECISION,
             )  # fmt: skip
     exists = j < room_k
     if grad_key is not None:
@@ -258,16 +259,17 @@ def keys_kernel(
 
 @triton.jit
 def gather(
-    dk, dv, k, v, q_start, do_start, lse, delta, q_offsets, do_offsets, q_n, do_n, begin, end,
-    listed, j, first, sequence, head, token_q, token_k, length_q, length_k, begins, ends, scores, seed,
-    threshold, kept_scale, given,
+    dk, dv, k, v, rows, begins, ends, where, first, begin, end, listed, scores, dropout, given,
     keep: tl.constexpr, change: tl.constexpr, differentiate: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BQ: tl.constexpr,
-    BK: tl.constexpr, LISTS: tl.constexpr, MASKED: tl.constexpr, BOUNDED: tl.constexpr,
-    CAREFUL: tl.constexpr, WIDE: tl.constexpr, VECTOR: tl.constexpr, PRECISION: tl.constexpr,
+    BK: tl.constexpr, LISTS: tl.constexpr, MASKED: tl.constexpr, BOUNDED: tl.constexpr, CAREFUL: tl.constexpr,
+    VECTOR: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """dK and dV of the columns after the rows [begin, end), or after these steps of a list."""
+    """dK and dV of the columns from `first` on after the rows [begin, end), or after these steps of a list."""
+    q_start, do_start, q_offsets, do_offsets, q_n, do_n, lse, delta = rows
+    sequence, head, token_q, token_k, length_q, length_k = where
     r = tl.arange(0, BQ)
+    j = (first + tl.arange(0, BK))[:, None]
     for step in range(begin, end, 1 if LISTS else BQ):
         row = listed_column(listed, step, BQ) if LISTS else step
         position = row + r
@@ -281,9 +283,9 @@ def gather(
             q = tl.where(sees[:, None], q, 0.0).to(q.dtype)
             do = tl.where(sees[:, None], do, 0.0).to(do.dtype)
         weight, g, ds, seen = score_gradient(
-            k, q, v, do, row_lse[None, :], row_delta[None, :], position[None, :], j[:, None], first, sequence, head,
-            token_q, token_k, length_q, length_k, begins[:, None], ends[:, None], scores, seed, threshold,
-            kept_scale, given, keep, change, differentiate, BK, True, MASKED, BOUNDED, CAREFUL, PRECISION,
+            k, q, v, do, row_lse[None, :], row_delta[None, :], position[None, :], j, begins[:, None], ends[:, None],
+            first, where, scores, dropout, given, keep, change, differentiate, BK, True, MASKED, BOUNDED, CAREFUL,
+            PRECISION,
         )  # fmt: skip
         dv = multiply(weight.to(do.dtype), do, dv, PRECISION)
         dk = multiply(ds.to(q.dtype), q, dk, PRECISION)
@@ -368,26 +370,24 @@ def queries_kernel(
     else:
         listed = None
         start, full_start, full_stop, stop = visits(row_first, row_last, least, most, length_k, BK, keep is not None)
+    keys = (k_start, v_start, k_offsets, v_offsets, k_n, v_n)
+    rows = (position, begins, ends)
+    where = (sequence, heads_of_rows, token_q, token_k, length_q, length_k)
+    dropout = (seed, threshold, kept_scale)
     if LOW or keep is not None:
         dq = trace_back(
-            dq, q, do, row_lse, row_delta, k_start, v_start, k_offsets, v_offsets, k_n, v_n, start, full_start,
-            listed, position, sequence, heads_of_rows, token_q, token_k, length_q, length_k, begins, ends, scores,
-            seed, threshold, kept_scale, given, keep, change, differentiate, D, DV, BLOCK_D, BLOCK_DV, BK, LISTS,
-            True, LOW, CAREFUL, WIDE, VECTOR, PRECISION,
+            dq, q, do, row_lse, row_delta, keys, rows, where, start, full_start, listed, scores, dropout, given,
+            keep, change, differentiate, D, DV, BLOCK_D, BLOCK_DV, BK, LISTS, True, LOW, CAREFUL, VECTOR, PRECISION,
         )  # fmt: skip
     if LISTS or keep is None:
         dq = trace_back(
-            dq, q, do, row_lse, row_delta, k_start, v_start, k_offsets, v_offsets, k_n, v_n, full_start, full_stop,
-            listed, position, sequence, heads_of_rows, token_q, token_k, length_q, length_k, begins, ends, scores,
-            seed, threshold, kept_scale, given, None, change, differentiate, D, DV, BLOCK_D, BLOCK_DV, BK, LISTS,
-            False, LOW, CAREFUL, WIDE, VECTOR, PRECISION,
+            dq, q, do, row_lse, row_delta, keys, rows, where, full_start, full_stop, listed, scores, dropout, given,
+            None, change, differentiate, D, DV, BLOCK_D, BLOCK_DV, BK, LISTS, False, LOW, CAREFUL, VECTOR, PRECISION,
         )  # fmt: skip
     if not LISTS:
         dq = trace_back(
-            dq, q, do, row_lse, row_delta, k_start, v_start, k_offsets, v_offsets, k_n, v_n, full_stop, stop, listed,
-            position, sequence, heads_of_rows, token_q, token_k, length_q, length_k, begins, ends, scores, seed,
-            threshold, kept_scale, given, keep, change, differentiate, D, DV, BLOCK_D, BLOCK_DV, BK, LISTS, True, LOW,
-            CAREFUL, WIDE, VECTOR, PRECISION,
+            dq, q, do, row_lse, row_delta, keys, rows, where, full_stop, stop, listed, scores, dropout, given,
+            keep, change, differentiate, D, DV, BLOCK_D, BLOCK_DV, BK, LISTS, True, LOW, CAREFUL, VECTOR, PRECISION,
         )  # fmt: skip
     dq = tl.where(sees[:, None], dq * scale, 0.0)
     dq_offsets = offsets_of(position - from_row, within, dq_h, dq_n, dq_d, BLOCK_D, PACK, WIDE, VECTOR)
@@ -397,14 +397,16 @@ def queries_kernel(
 
 @triton.jit
 def trace_back(
-    dq, q, do, row_lse, row_delta, k_start, v_start, k_offsets, v_offsets, k_n, v_n, begin, end, listed, position,
-    sequence, head, token_q, token_k, length_q, length_k, begins, ends, scores, seed, threshold, kept_scale, given,
+    dq, q, do, row_lse, row_delta, keys, rows, where, begin, end, listed, scores, dropout, given,
     keep: tl.constexpr, change: tl.constexpr, differentiate: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BK: tl.constexpr,
     LISTS: tl.constexpr, MASKED: tl.constexpr, BOUNDED: tl.constexpr, CAREFUL: tl.constexpr,
-    WIDE: tl.constexpr, VECTOR: tl.constexpr, PRECISION: tl.constexpr,
+    VECTOR: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dQ of the rows after the columns [begin, end), or after these steps of a list."""
+    k_start, v_start, k_offsets, v_offsets, k_n, v_n = keys
+    position, begins, ends = rows
+    sequence, head, token_q, token_k, length_q, length_k = where
     columns = tl.arange(0, BK)
     for step in range(begin, end, 1 if LISTS else BK):
         column = listed_column(listed, step, BK) if LISTS else step
@@ -412,9 +414,9 @@ def trace_back(
         k = load_tile(moved(k_start, column, k_n, VECTOR), k_offsets, j < length_k, MASKED, D, BLOCK_D)
         v = load_tile(moved(v_start, column, v_n, VECTOR), v_offsets, j < length_k, MASKED, DV, BLOCK_DV)
         weight, g, ds, seen = score_gradient(
-            q, k, do, v, row_lse[:, None], row_delta[:, None], position[:, None], j[None, :], column, sequence, head,
-            token_q, token_k, length_q, length_k, begins[:, None], ends[:, None], scores, seed, threshold,
-            kept_scale, given, keep, change, differentiate, BK, False, MASKED, BOUNDED, CAREFUL, PRECISION,
+            q, k, do, v, row_lse[:, None], row_delta[:, None], position[:, None], j[None, :], begins[:, None],
+            ends[:, None], column, where, scores, dropout, given, keep, change, differentiate, BK, False, MASKED,
+            BOUNDED, CAREFUL, PRECISION,
         )  # fmt: skip
         if CAREFUL and (MASKED or change is not None):
             k = tl.where(seen[:, None], k, 0.0).to(k.dtype)
@@ -463,6 +465,7 @@ def gradient_kernel(
     v_offsets = offsets_of(c, 0, v_h, v_n, v_d, BLOCK_DV, 1, WIDE, VECTOR)
     do_offsets = offsets_of(r, 0, do_h, do_n, do_d, BLOCK_DV, 1, WIDE, VECTOR)
     sums = tl.zeros([BQ, BK], tl.float32)
+    dropout = (seed, threshold, kept_scale)
     for step_b in range(0, sums_b):
         b = first_b + step_b
         sequence = b.to(tl.int64)
@@ -473,6 +476,7 @@ def gradient_kernel(
         end_q = tl.minimum(begin_q + BQ, count_q) if ROWS else count_q
         for step_h in range(0, sums_h):
             head = (first_h + step_h).to(tl.int64)
+            where = (sequence, head, token_q, token_k, count_q, count_k)
             values = sequence * lse_b + head * lse_h + token_q.to(tl.int64)
             for row in range(begin_q, end_q, BQ):
                 position = row + r
@@ -498,14 +502,12 @@ def gradient_kernel(
                     k = load_tile(k_start, k_offsets, there, True, D, BLOCK_D)
                     v = load_tile(v_start, v_offsets, there, True, DV, BLOCK_DV)
                     weight, g, ds, seen = score_gradient(
-                        q, k, do, v, row_lse[:, None], row_delta[:, None], position[:, None], j[None, :], column,
-                        sequence, head, token_q, token_k, count_q, count_k, begins[:, None], ends[:, None], scores,
-                        seed, threshold, kept_scale, given, keep, change, None, BK, False, True, LOW, CAREFUL,
-                        PRECISION,
+                        q, k, do, v, row_lse[:, None], row_delta[:, None], position[:, None], j[None, :],
+                        begins[:, None], ends[:, None], column, where, scores, dropout, given, keep, change, None, BK,
+                        False, True, LOW, CAREFUL, PRECISION,
                     )  # fmt: skip
                     if weigh is not None:
-                        near_i, near_j = nearest(position[:, None], count_q), nearest(j[None, :], count_k)
-                        g *= weigh(sequence, head, near_i, near_j, token_q, token_k, count_q, count_k, weighted)
+                        g *= weigh(nearest(position[:, None], count_q), nearest(j[None, :], count_k), where, weighted)
                     sums += g
     target = total + (place // parts_h).to(tl.int64) * total_b + (place % parts_h).to(tl.int64) * total_h
     if ROWS and COLUMNS:

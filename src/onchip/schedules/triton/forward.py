@@ -123,26 +123,24 @@ def forward_kernel(
     else:
         listed = None
         start, full_start, full_stop, stop = visits(row_first, row_last, least, most, length_k, BK, keep is not None)
+    keys = (k_start, v_start, k_offsets, v_offsets, k_n, v_n)
+    rows = (position, begins, ends)
+    where = (sequence, heads_of_rows, token_q, token_k, length_q, length_k)
+    dropout = (seed, threshold)
     if LOW or keep is not None:
         acc, m, l = attend(
-            acc, m, l, q, k_start, v_start, k_offsets, v_offsets, k_n, v_n, start, full_start, listed, position,
-            begins, ends, sequence, heads_of_rows, token_q, token_k, length_q, length_k, scale, seed, threshold, given,
-            keep, change, PACK, D, DV, BLOCK_D, BLOCK_DV, BK, LISTS, True, NEGATIVE, LOW, CAREFUL, WIDE, VECTOR,
-            PRECISION,
+            acc, m, l, q, keys, rows, where, start, full_start, listed, scale, dropout, given, keep, change,
+            D, DV, BLOCK_D, BLOCK_DV, BK, LISTS, True, NEGATIVE, LOW, CAREFUL, VECTOR, PRECISION,
         )  # fmt: skip
     if LISTS or keep is None:
         acc, m, l = attend(
-            acc, m, l, q, k_start, v_start, k_offsets, v_offsets, k_n, v_n, full_start, full_stop, listed, position,
-            begins, ends, sequence, heads_of_rows, token_q, token_k, length_q, length_k, scale, seed, threshold, given,
-            None, change, PACK, D, DV, BLOCK_D, BLOCK_DV, BK, LISTS, False, NEGATIVE, LOW, CAREFUL, WIDE,
-            VECTOR, PRECISION,
+            acc, m, l, q, keys, rows, where, full_start, full_stop, listed, scale, dropout, given, None, change,
+            D, DV, BLOCK_D, BLOCK_DV, BK, LISTS, False, NEGATIVE, LOW, CAREFUL, VECTOR, PRECISION,
         )  # fmt: skip
     if not LISTS:
         acc, m, l = attend(
-            acc, m, l, q, k_start, v_start, k_offsets, v_offsets, k_n, v_n, full_stop, stop, listed, position, begins,
-            ends, sequence, heads_of_rows, token_q, token_k, length_q, length_k, scale, seed, threshold, given, keep,
-            change, PACK, D, DV, BLOCK_D, BLOCK_DV, BK, LISTS, True, NEGATIVE, LOW, CAREFUL, WIDE, VECTOR,
-            PRECISION,
+            acc, m, l, q, keys, rows, where, full_stop, stop, listed, scale, dropout, given, keep, change,
+            D, DV, BLOCK_D, BLOCK_DV, BK, LISTS, True, NEGATIVE, LOW, CAREFUL, VECTOR, PRECISION,
         )  # fmt: skip
 
     # a row that saw a key has l >= 1, or NaN
@@ -178,15 +176,17 @@ def forward_kernel(
 
 @triton.jit
 def attend(
-    acc, m, l, q, k_start, v_start, k_offsets, v_offsets, k_n, v_n, begin, end, listed, position, begins, ends,
-    sequence, head, token_q, token_k, length_q, length_k, scale, seed, threshold, given,
+    acc, m, l, q, keys, rows, where, begin, end, listed, scale, dropout, given,
     keep: tl.constexpr, change: tl.constexpr,
-    PACK: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    BK: tl.constexpr, LISTS: tl.constexpr,
-    MASKED: tl.constexpr, NEGATIVE: tl.constexpr, LOW: tl.constexpr, CAREFUL: tl.constexpr,
-    WIDE: tl.constexpr, VECTOR: tl.constexpr, PRECISION: tl.constexpr,
+    D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BK: tl.constexpr,
+    LISTS: tl.constexpr, MASKED: tl.constexpr, NEGATIVE: tl.constexpr, LOW: tl.constexpr, CAREFUL: tl.constexpr,
+    VECTOR: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The state of the rows after the columns [begin, end), or after these steps of a list."""
+    k_start, v_start, k_offsets, v_offsets, k_n, v_n = keys
+    position, begins, ends = rows
+    sequence, head, token_q, token_k, length_q, length_k = where
+    seed, threshold = dropout
     columns = tl.arange(0, BK)
     i = position[:, None]
     for step in range(begin, end, 1 if LISTS else BK):
@@ -197,14 +197,14 @@ def attend(
         s = multiply(q, tl.trans(k), None, PRECISION)  # (BQ, BK)
         if change is not None:
             near_i, near_j = nearest(i, length_q), nearest(j, length_k)
-            s = change(s * scale, sequence, head, near_i, near_j, token_q, token_k, length_q, length_k, given)
+            s = change(s * scale, near_i, near_j, where, given)
         elif MASKED or NEGATIVE:
             s = s * scale
         if MASKED:
             show = visible(j, begins[:, None], ends[:, None], LOW)
             if keep is not None:
                 near_i, near_j = nearest(i, length_q), nearest(j, length_k)
-                show = show & keep(sequence, head, near_i, near_j, token_q, token_k, length_q, length_k, given)
+                show = show & keep(near_i, near_j, where, given)
             s = tl.where(show, s, float("-inf"))
         if change is None and not (MASKED or NEGATIVE):
             # the maximum may be scaled instead of every score, which is then scaled and shifted at once

@@ -2,13 +2,14 @@
 
 A kernel takes up to three functions as constants and one tuple `given` of what they read:
 
-    keep(b, h, i, j, token_q, token_k, length_q, length_k, given)              which pairs are visible
-    change(s, b, h, i, j, token_q, token_k, length_q, length_k, given)         the score after every step
-    differentiate(g, s, b, h, i, j, ..., given)      the gradient of the score before the steps; s is that score
+    keep(i, j, where, given)                   which pairs are visible
+    change(s, i, j, where, given)              the score after every step
+    differentiate(g, s, i, j, where, given)    the gradient of the score before the steps; s is that score
 
-b and h are int64, i and j int32, any shapes that broadcast against each other. Source depends on structure alone (the
-spec of onchip/lowering.py, and which tensors lie densely along their columns), so equal structures share kernels, in
-this process and on disk. Triton compiles a kernel anew for an int that becomes 1 or a multiple of 16, so ints travel
+`where` is (b, h, token_q, token_k, length_q, length_k): the sequence and the query head (int64), the sequence's first
+tokens and its lengths. i, j and h have any shapes that broadcast against each other. Source depends on structure alone
+(the spec of onchip/lowering.py, and which tensors lie densely along their columns), so equal structures share kernels,
+in this process and on disk. Triton compiles a kernel anew for an int that becomes 1 or a multiple of 16, so ints travel
 as odd numbers beyond 2**40 (`coded`, `decoded`).
 """
 
@@ -39,7 +40,7 @@ def decoded(slot: int) -> str:
     return f"((given[{slot}] - {CODE}) // 2)"
 
 
-ARGUMENTS = "b, h, i, j, token_q, token_k, length_q, length_k, given"
+ARGUMENTS = "i, j, where, given"
 
 Reads = tuple[tuple[Any, ...], ...]
 
@@ -194,6 +195,7 @@ def distance(diagonal: Node, packed: bool) -> tuple[Any, Reads]:
 
 def _function(name: str, arguments: str, lines: list[str]) -> Any:
     """A jitted function of generated source, under a file name that tracebacks and the compiler find."""
+    lines = ["b, h, token_q, token_k, length_q, length_k = where", *lines]
     source = f"def {name}({arguments}):\n" + "".join(f"    {line}\n" for line in lines)
     file = f"<onchip {name} {hashlib.sha256(source.encode()).hexdigest()[:16]}>"
     linecache.cache[file] = (len(source), None, source.splitlines(True), file)
