@@ -84,8 +84,8 @@ def pytest_collection_modifyitems(config, items):
     config.hook.pytest_deselected(items=[item for item in items if item in left_out])
     # the longest first, so that no worker is left alone with one at the end
     items[:] = sorted(kept, key=lambda item: item.get_closest_marker("slow") is None)
-    for handle in {getattr(item.obj, "hypothesis", None) for item in items} - {None}:
-        handle.inner_test = rejecting(handle.inner_test)
+    for function in {item.obj for item in items if hasattr(item.obj, "hypothesis")}:
+        function.hypothesis.inner_test = rejecting(function.hypothesis.inner_test)
     for item in items:
         if not torch.cuda.is_available() and (machine.DEVICE == "cuda" or item.get_closest_marker("gpu")):
             item.add_marker(pytest.mark.skip(reason="no CUDA device here"))

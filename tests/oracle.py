@@ -233,14 +233,19 @@ def term_sizes(problem, d_out):
 
 
 def slack(problem, ref, d_out):
-    """What rounding adds to clause 12, whoever computes: two things that its bound does not see.
+    """What rounding adds to clause 12, whoever computes: three things that its bound does not see.
 
-    The terms of a sum round by eps, however small the sum (`term_sizes`). And a backward that stores only the LSE, as
-    float32 rounds it, recomputes every weight with a relative error of half the spacing of that number.
+    The terms of a sum round by eps, however small the sum (`term_sizes`). The exponential of a vector library errs by
+    a unit of float32, where that of the standard computation may happen to be exact on few scores. And a backward that
+    stores only the LSE, as float32 rounds it, recomputes every weight with a relative error of half the spacing of that
+    number.
     """
     eps = 1e-12 if problem.dtype == torch.float64 else torch.finfo(problem.dtype).eps
-    slacks = {name: eps * size for name, size in term_sizes(problem, d_out).items()}
+    sizes = term_sizes(problem, d_out)
+    slacks = {name: eps * size for name, size in sizes.items()}
     if problem.dtype != torch.float64:
+        for name in ("out", "d_value"):
+            slacks[name] += torch.finfo(torch.float32).eps * sizes[name]
         weight = torch.finfo(torch.float32).eps / 2 * largest(ref.lse)
         for name, gradient in ref.gradients.items():
             slacks["d_" + name] += weight * largest(gradient)
