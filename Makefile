@@ -45,14 +45,19 @@ compile-all: $(INSTALLED)
 # With the Python, torch, pytest, pytest-xdist and hypothesis that the GPU machine already has.
 WORKERS ?= 15
 GPU_PYTEST = PYTHONPATH=src $(PYTHON) -m pytest -n $(WORKERS) --dist loadgroup
+RECORDS ?= .
 
 # The contract on the device holds what test_covering_problems of tests/gpu asks.
 gpu-test:
-	$(GPU_PYTEST) tests/contract --device cuda
-	$(GPU_PYTEST) -m gpu --deselect tests/gpu/test_schedules.py::test_covering_problems
+	failed=0; \
+	$(GPU_PYTEST) tests/contract --device cuda --record $(RECORDS)/tests-contract.json || failed=1; \
+	$(GPU_PYTEST) -m gpu --deselect tests/gpu/test_schedules.py::test_covering_problems \
+		--record $(RECORDS)/tests-gpu.json || failed=1; \
+	exit $$failed
 
 gpu-smoke:
-	$(GPU_PYTEST) tests/contract -m smoke --device cuda --schedule triton --schedule chosen
+	$(GPU_PYTEST) tests/contract -m smoke --device cuda --schedule triton --schedule chosen \
+		--record $(RECORDS)/tests-smoke.json
 
 # The built wheel in an environment that holds nothing but what the wheel asks for.
 wheel-test: $(INSTALLED) $(WHEEL_INSTALLED)

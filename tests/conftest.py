@@ -1,13 +1,20 @@
 """Options, seeds, threads, hypothesis profiles and the `schedule` fixture that every contract test runs over."""
 
+import collections
+import dataclasses
 import functools
+import json
 import os
+import time
+from pathlib import Path
 
 import hypothesis
 import pytest
 import torch
 
 import onchip
+from onchip.bench.machine import read_machine
+from onchip.bench.protocol import read_commit
 from tests import machine
 from tests.harness import COMPLETE
 
@@ -25,6 +32,7 @@ def pytest_addoption(parser):
         help="run only tests over schedules, and these only over NAME (repeatable; 'chosen': that of the dispatcher)",
     )
     group.addoption("--device", default="cpu", choices=("cpu", "cuda"), help="where the contract tests compute")
+    group.addoption("--record", metavar="FILE", help="write what ran, where, and what came out, as JSON")
 
 
 def pytest_configure(config):
@@ -120,6 +128,31 @@ def pytest_pyfunc_call(pyfuncitem):
         if name in (None, *COMPLETE):
             raise
         pytest.skip(f"{name} declines every example")
+
+
+def pytest_sessionstart(session):
+    session.config.started = time.perf_counter()
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    """The record of a run; of several workers only the controller writes it."""
+    path = config.getoption("--record")
+    if path is None:
+        return
+    outcomes = {name: terminalreporter.stats.get(name, []) for name in ("passed", "failed", "error", "skipped")}
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    record = {
+        "selection": {name: getattr(config.option, name) for name in ("markexpr", "keyword", "schedule", "device")},
+        "commit": dataclasses.asdict(commit) if (commit := read_commit()) else None,
+        "where": dataclasses.asdict(read_machine(device)),
+        "seconds": round(time.perf_counter() - config.started),
+        **{name: len(reports) for name, reports in outcomes.items()},
+        "not_passed": sorted(report.nodeid for name in ("failed", "error") for report in outcomes[name]),
+        "why_skipped": dict(
+            collections.Counter(str(report.longrepr[2]) for report in outcomes["skipped"]).most_common()
+        ),
+    }
+    Path(path).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 
 
 @pytest.fixture(autouse=True)
