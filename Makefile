@@ -46,18 +46,20 @@ compile-all: $(INSTALLED)
 WORKERS ?= 15
 GPU_PYTEST = PYTHONPATH=src $(PYTHON) -m pytest -n $(WORKERS) --dist loadgroup
 RECORDS ?= .
+SCHEDULES ?= triton chosen
+GPU_CONTRACT = $(GPU_PYTEST) tests/contract --device cuda $(addprefix --schedule ,$(SCHEDULES))
 
-# The contract on the device holds what test_covering_problems of tests/gpu asks.
+# Some 8 minutes on 15 cores; with SCHEDULES="triton chosen tiled dense" longer. The contract on the device holds what
+# test_covering_problems of tests/gpu asks.
 gpu-test:
 	failed=0; \
-	$(GPU_PYTEST) tests/contract --device cuda --record $(RECORDS)/tests-contract.json || failed=1; \
+	$(GPU_CONTRACT) --record $(RECORDS)/tests-contract.json || failed=1; \
 	$(GPU_PYTEST) -m gpu --deselect tests/gpu/test_schedules.py::test_covering_problems \
 		--record $(RECORDS)/tests-gpu.json || failed=1; \
 	exit $$failed
 
 gpu-smoke:
-	$(GPU_PYTEST) tests/contract -m smoke --device cuda --schedule triton --schedule chosen \
-		--record $(RECORDS)/tests-smoke.json
+	$(GPU_CONTRACT) -m smoke --record $(RECORDS)/tests-smoke.json
 
 # The built wheel in an environment that holds nothing but what the wheel asks for.
 wheel-test: $(INSTALLED) $(WHEEL_INSTALLED)
