@@ -113,6 +113,19 @@ def test_a_hidden_key_never_matters_to_the_forward_of_a_row(way, poison, schedul
         assert torch.equal(lse[:, :, ~sees], clean.lse[:, :, ~sees])
 
 
+@pytest.mark.parametrize("poison", POISONS)
+def test_a_key_that_a_bias_hides_never_matters_to_the_forward_of_a_row(poison, schedule):
+    bias = torch.zeros(1, 1, 70, 70)
+    bias[..., :40, 33] = -float("inf")
+    problem = replace(build(Spec(((70, 70),), heads=(4, 2)), torch.float32), score=(Bias(),)).with_leaves(bias=bias)
+    clean = harness.call(problem, schedule)
+    key = problem.leaves["key"].clone()
+    key[:, :, 33] = poison
+    out, lse = harness.call(problem.with_leaves(key=key), schedule)
+    assert torch.equal(out[:, :, :40], clean.out[:, :, :40])
+    assert torch.equal(lse[:, :, :40], clean.lse[:, :, :40])
+
+
 @pytest.mark.parametrize("way", [None, *HIDING])
 def test_a_visible_nan_shows(way, schedule, dtype):
     problem = replace(build(Spec(((70, 70),), heads=HEADS), dtype), mask=HIDING.get(way))
