@@ -191,7 +191,7 @@ def attend(
     i = position[:, None]
     for step in range(begin, end, 1 if LISTS else BK):
         column = listed_column(listed, step, BK) if LISTS else step
-        inside = column + columns < length_k
+        inside = columns < length_k - column
         j = (column + columns)[None, :]
         k = load_tile(moved(k_start, column, k_n, VECTOR), k_offsets, inside, MASKED, D, BLOCK_D)
         s = multiply(q, tl.trans(k), None, PRECISION)  # (BQ, BK)

@@ -230,6 +230,8 @@ class Call:
             return "few"
         if self.semantics.keep is not None or self.semantics.change is not None or self.problem.seed is not None:
             return "changed"
+        if self.problem.group > 1 and kernel == KEYS:
+            return "grouped"
         return "band" if self.band.has_low or self.band.has_high else "plain"
 
     def tile(self, kernel: str) -> Tile:

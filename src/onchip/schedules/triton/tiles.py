@@ -38,7 +38,8 @@ class Row:
         kernel: one of KERNELS.
         dim: fits up to this head dim, the larger of the two.
         bits: of an element, 16 or 32.
-        kinds: "plain", "band", "changed" (scores, dropout or a mask beyond a band), "few" (packed heads); () is any.
+        kinds: "plain", "band", "changed" (scores, dropout or a mask beyond a band), "few" (packed heads), "grouped" (of
+            KEYS: more query heads than key heads); () is any.
     """
 
     architectures: tuple[str, ...]
@@ -50,15 +51,16 @@ class Row:
 
 
 ANY: tuple[str, ...] = ()
-REGULAR = ("plain", "band")
-HOPPER, CDNA3 = ("sm_90",), ("gfx942",)
+REGULAR = ("plain", "band", "grouped")
+AMPERE, HOPPER, CDNA3 = ("sm_80", "sm_86", "sm_89"), ("sm_90",), ("gfx942",)
 TABLE = (
     # wgmma takes 64 rows of a product for four warps; the forward of long heads shares a tile between eight
     Row(HOPPER, FORWARD, 64, 16, REGULAR, Tile(64, 64, 4, 3)),
     Row(HOPPER, FORWARD, 128, 16, REGULAR, Tile(128, 128, 8, 3)),
     Row(HOPPER, FORWARD, 256, 16, REGULAR, Tile(128, 64, 8, 2)),
     Row(HOPPER, KEYS, 64, 16, ANY, Tile(32, 64, 4, 2)),
-    Row(HOPPER, KEYS, 128, 16, REGULAR, Tile(32, 128, 8, 3)),
+    Row(HOPPER, KEYS, 128, 16, ("plain", "band"), Tile(32, 128, 8, 3)),
+    Row(HOPPER, KEYS, 128, 16, ("grouped",), Tile(32, 64, 8, 2)),
     Row(HOPPER, KEYS, 128, 16, ANY, Tile(16, 64, 8, 2)),
     Row(HOPPER, QUERIES, 64, 16, REGULAR, Tile(64, 64, 4, 3)),
     Row(HOPPER, QUERIES, 128, 16, REGULAR, Tile(128, 64, 8, 3)),
@@ -71,7 +73,9 @@ TABLE = (
     Row(ANY, FORWARD, 64, 16, ANY, Tile(128, 64, 8, 2)),
     Row(ANY, FORWARD, 128, 16, ANY, Tile(128, 32, 8, 2)),
     Row(ANY, FORWARD, 256, 16, ANY, Tile(64, 32, 8, 2)),
+    Row(AMPERE, KEYS, 64, 16, ("grouped",), Tile(32, 128, 8, 2)),
     Row(ANY, KEYS, 64, 16, REGULAR, Tile(32, 64, 4, 2)),
+    Row(ANY, KEYS, 16, 16, ANY, Tile(16, 64, 4, 2)),
     Row(ANY, KEYS, 64, 16, ANY, Tile(64, 32, 4, 2)),
     Row(ANY, KEYS, 128, 16, ANY, Tile(32, 64, 8, 2)),
     Row(ANY, KEYS, 256, 16, ANY, Tile(32, 32, 8, 1)),
