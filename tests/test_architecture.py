@@ -145,7 +145,8 @@ def child(script):
 
 
 def test_import_adds_little_time():
-    script = "import torch, time; start = time.perf_counter(); import onchip; print(time.perf_counter() - start)"
+    # of the processor, not of the clock: other programs may share the cores
+    script = "import torch, time; start = time.process_time(); import onchip; print(time.process_time() - start)"
     child(script)  # writes the byte code
     best = min(float(child(script)) for _ in range(5))
     assert best <= 0.15, f"import onchip took {best:.3f} s after import torch"
