@@ -592,8 +592,9 @@ class _Backward:
         query, key, value, _ = self._inputs
         gradients: list[Tensor | None] = [
             torch.empty_like(tensor) if need else None
-            for tensor, need in zip((query, key, value, *tensors), needs, strict=True)
+            for tensor, need in zip((query, key, value), needs[:3], strict=True)
         ]
+        gradients += [None] * len(tensors)
         if gradients[1] is not None or gradients[2] is not None:
             self._of_keys(gradients[1], gradients[2])
         if gradients[0] is not None:

@@ -85,9 +85,6 @@ def forward_kernel(
     if first >= room_q * PACK:
         return
     token_k, room_k, length_k = extent(b, cu_k, used_k, length_k, batch)
-    if cu_q is not None:
-        # behind the last offset nothing is seen
-        length_k = tl.where(b < batch, length_k, 0)
     least, most = band_of(b, length_q, length_k, batch, low, high, low_aligned, high_aligned, lows, highs)
 
     r = tl.arange(0, BQ)
