@@ -1,0 +1,1 @@
+"""How exact attention is, and what its rounding does to training."""
