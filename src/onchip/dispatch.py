@@ -8,18 +8,23 @@ backward are chosen separately: what is saved between them (inputs, out, lse, se
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal
 
+import torch
 from torch import Tensor
 
 from onchip.choices import preferred
 from onchip.errors import Unsupported
+from onchip.model.hardware import Hardware, planned
+from onchip.model.kernels import Kernel
+from onchip.model.presets import hardware_of
+from onchip.model.roofline import Roofline, roofline
 from onchip.problem import Problem
-from onchip.schedules import aten, dense, tiled, triton
+from onchip.schedules import aten, dense, hopper, tiled, triton
 
-ScheduleName = Literal["aten", "triton", "tiled", "dense"]
+ScheduleName = Literal["aten", "hopper", "triton", "tiled", "dense"]
 
 
 @dataclass(frozen=True)
@@ -28,21 +33,22 @@ class Schedule:
 
     Attributes:
         unsupported, unsupported_backward: reasons, one sentence each, why the problem cannot run here; empty if it can.
-        forward, backward: run inside the operators; None for a composite schedule, which torch differentiates itself.
+        forward, backward: run inside the operators; both None for a composite schedule, which torch differentiates
+            itself, and backward None where there is none.
             Where they meet values that they cannot treat, forward gives a third result, the rows (shaped like the LSE)
             that the next schedule must compute, and backward gives None.
             `forward(..., saves=False)` says that no backward follows.
-        pairs: pairs of (query, key) that are computed. workspace_bytes: memory beyond inputs, outputs and gradients.
-        tiles: rows and columns of a tile of scores.
+        kernels: what each kernel of a direction moves and computes, `kernels(problem, backward, target)`, as on the
+            architecture `target`, or on the problem's device if that is None.
+        workspace_bytes: memory beyond inputs, outputs and gradients.
     """
 
     name: str
     summary: str
     unsupported: Callable[[Problem], list[str]]
     unsupported_backward: Callable[[Problem], list[str]]
-    pairs: Callable[[Problem], int]
+    kernels: Callable[[Problem, bool, str | None], list[Kernel]]
     workspace_bytes: Callable[[Problem], int]
-    tiles: Callable[[Problem], tuple[int, int]]
     forward: Callable[..., tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor]] | None = None
     backward: Callable[..., list[Tensor | None] | None] | None = None
 
@@ -58,20 +64,27 @@ _SCHEDULES = (
         aten.SUMMARY,
         aten.unsupported,
         aten.unsupported_backward,
-        aten.pairs,
+        aten.kernels,
         aten.workspace_bytes,
-        aten.tiles,
         aten.forward,
         aten.backward,
+    ),
+    Schedule(
+        hopper.NAME,
+        hopper.SUMMARY,
+        hopper.unsupported,
+        hopper.unsupported_backward,
+        hopper.kernels,
+        hopper.workspace_bytes,
+        hopper.forward,
     ),
     Schedule(
         triton.NAME,
         triton.SUMMARY,
         triton.unsupported,
         triton.unsupported,
-        triton.pairs,
+        triton.kernels,
         triton.workspace_bytes,
-        triton.tiles,
         triton.forward,
         triton.backward,
     ),
@@ -80,9 +93,8 @@ _SCHEDULES = (
         tiled.SUMMARY,
         tiled.unsupported,
         tiled.unsupported,
-        tiled.pairs,
+        tiled.kernels,
         tiled.workspace_bytes,
-        tiled.tiles,
         tiled.forward,
         tiled.backward,
     ),
@@ -91,9 +103,8 @@ _SCHEDULES = (
         dense.SUMMARY,
         dense.unsupported,
         dense.unsupported,
-        dense.pairs,
+        dense.kernels,
         dense.workspace_bytes,
-        dense.tiles,
     ),
 )
 _BY_NAME = {schedule.name: schedule for schedule in _SCHEDULES}
@@ -160,6 +171,22 @@ def choose(
     return chosen, reasons
 
 
+def backward_of(problem: Problem, forward: Schedule) -> str | None:
+    """Name of the schedule of the backward; None where the named one has none, and only calls without gradients run.
+
+    Raises:
+        Unsupported: none was named, and every one refuses.
+    """
+    if forward.composite:
+        return forward.name
+    try:
+        return choose(problem, backward=True)[0].name
+    except Unsupported:
+        if problem.schedule is None:
+            raise
+        return None
+
+
 def goes_composite(problem: Problem) -> bool:
     """Whether the first schedule that runs the forward is composite, which torch then differentiates as well."""
     if problem.schedule is not None:
@@ -212,39 +239,102 @@ class Ready:
 
 @dataclass(frozen=True)
 class Plan:
-    """What a call would do; `print(plan)` explains it. Figures are computed when they are read.
+    """What a call would do; `print(plan)` explains it. Figures are computed when they are read, never in a call.
 
     Attributes:
-        forward, backward: names of the schedules. second_derivative: what differentiates a gradient.
+        forward, backward: names of the schedules; backward is None where the one that was asked for has none.
+        second_derivative: what differentiates a gradient.
         reasons: schedule name -> why it was not chosen.
+        asked: the hardware that the plan is for, if not the device of the problem; see `on`.
     """
 
     problem: Problem
     forward: str
-    backward: str
+    backward: str | None
     second_derivative: str
     reasons: dict[str, list[str]]
     notes: tuple[str, ...] = ()
+    asked: Hardware | None = None
+
+    def on(self, hardware: Hardware, schedule: str | None = None) -> Plan:
+        """The plan of the same problem on other hardware, which need not be here.
+
+        Args:
+            schedule: ask for this one there; None asks for the one that was asked for here, if any.
+
+        Raises:
+            Unsupported: no schedule that was asked for runs there.
+            ValueError: there is no such schedule.
+        """
+        check_name(schedule)
+        device = torch.device(hardware.device_type)
+        problem = replace(self.problem, device=device, schedule=schedule or self.problem.schedule)
+        with planned(hardware):
+            forward, reasons = choose(problem)
+            backward = backward_of(problem, forward)
+        return replace(self, problem=problem, forward=forward.name, backward=backward, reasons=reasons, asked=hardware)
+
+    # What is computed
+
+    @cached_property
+    def kernels(self) -> tuple[Kernel, ...]:
+        """What each kernel of the forward moves and computes."""
+        return self._kernels(False)
+
+    @cached_property
+    def backward_kernels(self) -> tuple[Kernel, ...]:
+        """What each kernel of the backward moves and computes, for gradients of query, key and value, and of tensors
+        of scores that want one."""
+        return self._kernels(True)
+
+    def _kernels(self, backward: bool) -> tuple[Kernel, ...]:
+        target = None if self.asked is None else self.asked.architecture
+        name = self.backward if backward else self.forward
+        if name is None:
+            return ()
+        schedule = schedules()[name]
+        with planned(self.asked):
+            return tuple(schedule.kernels(self.problem, backward, target))
 
     @property
     def tiles(self) -> tuple[int, int]:
-        """Rows and columns of a tile of scores."""
-        return schedules()[self.forward].tiles(self.problem)
+        """Rows and columns of a tile of scores in the forward."""
+        return next((kernel.tile for kernel in self.kernels if kernel.tile is not None), (0, 0))
 
-    @cached_property
+    @property
+    def backward_tiles(self) -> dict[str, tuple[int, int]]:
+        """Rows and columns of a tile of scores in each kernel of the backward that has them."""
+        return {kernel.name: kernel.tile for kernel in self.backward_kernels if kernel.tile is not None}
+
+    @property
     def pairs(self) -> int:
         """Pairs of (query, key) whose score the forward computes, over all sequences and query heads."""
-        return schedules()[self.forward].pairs(self.problem)
+        return sum(kernel.pairs for kernel in self.kernels)
+
+    @property
+    def backward_pairs(self) -> dict[str, int]:
+        """The same for each kernel of the backward that computes scores; tiles differ, so these do."""
+        return {kernel.name: kernel.pairs for kernel in self.backward_kernels if kernel.tile is not None}
 
     @property
     def flops(self) -> int:
-        """Floating-point operations of the forward's two products, a multiplication and an addition counted as two."""
-        return 2 * self.pairs * (self.problem.dim_qk + self.problem.dim_v)
+        """Floating-point operations of the forward's products, a multiplication and an addition counted as two.
+
+        They are those of pairs and head dims that exist; what tiles compute beyond is in `kernels`.
+        """
+        return sum(kernel.compulsory.flops for kernel in self.kernels)
 
     @property
     def backward_flops(self) -> int:
-        """Floating-point operations of the backward's five products."""
+        """The same for the backward as it is computed: products that two kernels both make count twice."""
+        return sum(kernel.compulsory.flops for kernel in self.backward_kernels)
+
+    @property
+    def minimum_backward_flops(self) -> int:
+        """What a backward needs: five products on the forward's pairs (Dao 2023, FlashAttention-2, algorithm 2)."""
         return 2 * self.pairs * (3 * self.problem.dim_qk + 2 * self.problem.dim_v)
+
+    # What is moved
 
     @property
     def minimum_bytes(self) -> int:
@@ -257,21 +347,66 @@ class Plan:
         return (rows + columns) * (problem.dim_qk + problem.dim_v) * width + rows * problem.score_dtype.itemsize
 
     @property
+    def requested_bytes(self) -> int:
+        """Bytes that the forward's tiles load and store, in all."""
+        return sum(kernel.requested.total_bytes for kernel in self.kernels)
+
+    @property
+    def backward_requested_bytes(self) -> int:
+        """Bytes that the backward's tiles load and store, in all."""
+        return sum(kernel.requested.total_bytes for kernel in self.backward_kernels)
+
+    @property
     def workspace_bytes(self) -> int:
         """Memory that the schedule takes beyond inputs, outputs and gradients."""
-        return schedules()[self.forward].workspace_bytes(self.problem)
+        with planned(self.asked):
+            return schedules()[self.forward].workspace_bytes(self.problem)
+
+    # How long it takes at least
+
+    @cached_property
+    def hardware(self) -> Hardware | None:
+        """What is known of the device: measured here, or else a preset; None if there is neither."""
+        return self.asked or hardware_of(self.problem.device)
+
+    @cached_property
+    def roofline(self) -> Roofline | None:
+        """How long the forward takes at least; None if nothing is known of the device. See docs/roofline.md."""
+        return None if self.hardware is None else roofline(self.kernels, self.hardware)
+
+    @cached_property
+    def backward_roofline(self) -> Roofline | None:
+        """How long the backward takes at least."""
+        if self.hardware is None or self.backward is None:
+            return None
+        return roofline(self.backward_kernels, self.hardware)
 
     def __str__(self) -> str:
         lines = [
             f"problem            {self.problem.describe()}",
             f"forward            {self.forward}: {schedules()[self.forward].summary}",
-            f"backward           {self.backward}",
+            f"backward           {self.backward or f'none: {self.forward} has no gradients here'}",
             f"second derivative  {self.second_derivative}",
         ]
         lines += [f"not {name:<14} {sentence}" for name, why in self.reasons.items() for sentence in why]
+        tiles = "; ".join(f"{name} {rows} x {columns}" for name, (rows, columns) in self.backward_tiles.items())
+        pairs = ", ".join(f"{name} {count}" for name, count in self.backward_pairs.items())
         lines += [
-            f"operations         {self.flops:.3e} forward, {self.backward_flops:.3e} backward, on {self.pairs} pairs",
-            f"tiles              {self.tiles[0]} rows, {self.tiles[1]} columns",
-            f"bytes              {self.minimum_bytes:.3e} at least, workspace {self.workspace_bytes:.3e}",
+            f"operations         {self.flops:.3e} forward, {self.backward_flops:.3e} backward, which needs "
+            f"{self.minimum_backward_flops:.3e}",
+            f"pairs              {self.pairs} forward" + (f"; backward: {pairs}" if pairs else ""),
+            f"tiles              {self.tiles[0]} rows, {self.tiles[1]} columns"
+            + (f"; backward: {tiles}" if tiles else ""),
+            f"bytes              {self.minimum_bytes:.3e} at least, {self.requested_bytes:.3e} asked for by tiles "
+            f"({self.backward_requested_bytes:.3e} backward), workspace {self.workspace_bytes:.3e}",
+            *self._bounds(),
         ]
         return "\n".join(lines + [f"note               {note}" for note in self.notes])
+
+    def _bounds(self) -> list[str]:
+        if self.hardware is None:
+            return ["roofline           this device has no preset; `onchip doctor --measure` measures it"]
+        lines = [f"roofline           {self.hardware.name}: forward {self.roofline}"]
+        if self.backward_roofline is not None:
+            lines.append(f"                   backward {self.backward_roofline}")
+        return lines

@@ -512,3 +512,14 @@ def predicate(fn: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]) -> Mask:
 def every(parts: Sequence[Mask]) -> Mask:
     """The intersection of one or more masks."""
     return reduce(operator.and_, parts)
+
+
+def leaves(mask: Mask) -> Iterator[Mask]:
+    """What a mask is combined of."""
+    if isinstance(mask, Combined):
+        for part in mask.parts:
+            yield from leaves(part)
+    elif isinstance(mask, Not):
+        yield from leaves(mask.part)
+    else:
+        yield mask

@@ -506,7 +506,5 @@ def plan(problem: Problem, notes: tuple[str, ...]) -> dispatch.Plan:
     check_values(problem)
     transformed = _transformed()
     schedule, reasons = dispatch.choose(problem, transformed=transformed)
-    if schedule.composite:
-        return dispatch.Plan(problem, schedule.name, schedule.name, dense.NAME, reasons, notes)
-    backward, _ = dispatch.choose(problem, backward=True)
-    return dispatch.Plan(problem, schedule.name, backward.name, dense.NAME, reasons, notes)
+    backward = dispatch.backward_of(problem, schedule)
+    return dispatch.Plan(problem, schedule.name, backward, dense.NAME, reasons, notes)

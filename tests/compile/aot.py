@@ -13,14 +13,17 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
+from triton.experimental.gluon._runtime import GluonASTSource
 from triton.runtime.jit import create_function_from_signature
 
 from onchip.attention import _bind
-from onchip.schedules.triton import launch
+from onchip.gpu import call
+from onchip.schedules.hopper import launch as hopper_launch
 from tests import harness
 from tests.problems import build
 
-# the package has functions of these names
+# the packages have functions of these names
+hopper = importlib.import_module("onchip.schedules.hopper.forward")
 forward, backward = (importlib.import_module(f"onchip.schedules.triton.{name}") for name in ("forward", "backward"))
 
 TARGETS = {
@@ -76,18 +79,34 @@ def recorded(target):
                 if name.endswith("_kernel"):
                     recorder = _Recorder(getattr(module, name), launches)
                     patches.enter_context(mock.patch.object(module, name, recorder))
-        patches.enter_context(mock.patch.object(launch, "architecture", lambda device: target))
+        patches.enter_context(mock.patch.object(call, "architecture", lambda device: target))
         yield launches
+
+
+def bound(spec, dtype):
+    """A problem of tests/problems.py, with its query, key and value."""
+    described = build(spec, dtype)
+    (query, key, value, *offsets), keywords = harness.arguments(described, described.leaves)
+    names = ("causal", "window", "mask", "score", "lengths", "scale", "dropout_p", "dropout_seed")
+    given = (keywords.get(name) for name in names)
+    return _bind(query, key, *(offsets or (None, None)), value, *given, False, "triton", True), query, key, value
+
+
+def launch_of_hopper(spec, dtype):
+    """The launch of the Hopper schedule's forward."""
+    problem, query, key, value = bound(spec, dtype)
+    launches = []
+    with ExitStack() as patches:
+        recorder = _Recorder(hopper.forward_kernel, launches)
+        patches.enter_context(mock.patch.object(hopper, "forward_kernel", recorder))
+        patches.enter_context(mock.patch.object(hopper_launch, "multiprocessors", lambda device: 132))
+        hopper.forward(problem, query, key, value, saves=True)
+    return launches[0]
 
 
 def launches_of(spec, dtype, target):
     """Every launch of a forward and a backward with all gradients, of a problem of tests/problems.py."""
-    described = build(spec, dtype)
-    (query, key, value, *offsets), keywords = harness.arguments(described, described.leaves)
-    offsets = offsets or (None, None)
-    names = ("causal", "window", "mask", "score", "lengths", "scale", "dropout_p", "dropout_seed")
-    given = (keywords.get(name) for name in names)
-    problem = _bind(query, key, *offsets, value, *given, False, "triton", True)
+    problem, query, key, value = bound(spec, dtype)
     with recorded(target) as launches:
         out, lse = forward.forward(problem, query, key, value, saves=True)
         tensors = problem.lower()[0]
@@ -124,7 +143,8 @@ def specialized(launch, target):
 def compile_launch(launch, target):
     """The kernel of a launch, compiled for a target."""
     given = specialized(launch, target)
-    source = ASTSource(launch.kernel, given.signature, given.constants, given.attributes)
+    kind = GluonASTSource if launch.kernel.is_gluon() else ASTSource
+    source = kind(launch.kernel, given.signature, given.constants, given.attributes)
     made = triton.compile(source, target=TARGETS[target], options=given.options)
     return read_hip(made) if TARGETS[target].backend == "hip" else read_cuda(made)
 
@@ -136,9 +156,10 @@ def compile_launch(launch, target):
 class Compiled:
     """Registers of a thread, local memory of a thread and shared memory of a block in bytes, and instructions.
 
-    `spills` counts the loads and stores of local memory, `spills_in_loops` those of them in loops, see `in_loops`;
-    on gfx942 both are the spilled vector registers. `products` counts the products of matrices, `units` names the
-    instructions that make them.
+    `spills` counts the loads and stores of local memory, `spills_in_loops` those of them in loops, see `in_loops`, and
+    `spills_at_products` those in loops that make products; on gfx942 the first two are the spilled vector registers.
+    `products` counts the products of matrices, `units` names the instructions that make them. `serialized` counts
+    ptxas's warnings of products that wait for each other, `handed` holds what threads ask for by setmaxnreg.
     """
 
     registers: int
@@ -148,6 +169,9 @@ class Compiled:
     shared: int
     products: int
     units: str
+    spills_at_products: int = 0
+    serialized: int = 0
+    handed: tuple[int, ...] = ()
 
 
 def products_of(text):
@@ -162,17 +186,30 @@ def read_cuda(made):
         binary.write_bytes(made.asm["cubin"])
         usage = _dump("-res-usage", binary)
         instructions = parse_sass(_dump("-sass", binary))
+        joined = "\n".join(instructions.values())
+        warnings = _warnings(made.asm["ptx"], folder) if "wgmma" in made.asm["ptx"] else ""
     count = lambda word: max(map(int, re.findall(rf"\b{word}:(\d+)", usage)))  # noqa: E731
     spills = [place for place, text in instructions.items() if re.search(r"\b(LDL|STL)\b", text)]
-    repeated = in_loops(instructions) if spills else set()
+    repeated, at_products = (in_loops(instructions, only) if spills else set() for only in (False, True))
     return Compiled(
         registers=count("REG"),
         local=count("STACK"),
         spills=len(spills),
         spills_in_loops=sum(place in repeated for place in spills),
+        spills_at_products=sum(place in at_products for place in spills),
         shared=made.metadata.shared,
         **products_of(made.asm["ptx"]),
+        serialized=len(re.findall(r"C75\d\d", warnings)),
+        handed=tuple(sorted({int(size, 16) for size in re.findall(r"USETMAXREG.*\b0x(\w+)", joined)})),
     )
+
+
+def _warnings(ptx, folder):
+    """What ptxas says of a kernel: Triton keeps it to itself."""
+    source = Path(folder, "kernel.ptx")
+    source.write_text(ptx)
+    command = [TOOLS / "ptxas", "-v", "--gpu-name=sm_90a", source, "-o", Path(folder, "again.cubin")]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stderr
 
 
 def _dump(option, binary):
@@ -218,8 +255,11 @@ def successors(instructions):
     return paths
 
 
-def in_loops(instructions):
-    """Addresses of instructions that a loop repeats: of nested loops the innermost one that makes products."""
+def in_loops(instructions, with_products=False):
+    """Addresses of instructions that a loop repeats: of nested loops the innermost one that makes products.
+
+    `with_products` leaves out loops without any.
+    """
     paths = successors(instructions)
     hot = {place for place, text in instructions.items() if re.search(r"\b[HIDQB]?G?MMA\b", text)}
     waiting, found = cycles(paths, set(instructions)), set()
@@ -228,7 +268,7 @@ def in_loops(instructions):
         entries = {after for place in instructions.keys() - loop for after in paths[place] if after in loop}
         inner = [part for part in cycles(paths, loop - entries) if part & hot]
         waiting += inner
-        if not inner:
+        if not inner and (loop & hot or not with_products):
             found |= loop
     return found
 

@@ -4,12 +4,14 @@ import json
 import resource
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 
 import onchip
 from onchip import cli
+from onchip.bench import ceilings
 from onchip.bench.demo import lengths
 from onchip.cli import app
 
@@ -30,7 +32,17 @@ def test_version(capsys):
         (["--help"], ["demo", "plan", "doctor", "--version", "Exact attention"]),
         (["demo", "--help"], ["--tokens", "--heads", "--no-causal", "--quick", "--no-model", "--output"]),
         (["plan", "--help"], ["--kv-heads", "--key-length", "--dim-value", "--window", "--dropout", "--json"]),
-        (["doctor", "--help"], ["--json", "for what does not, why"]),
+        (["plan", "--help"], ["--hardware", "h200", "mi300x", "epyc9654"]),
+        (["doctor", "--help"], ["--json", "for what does not, why", "--measure", "--device"]),
+        (
+            ["io", "--help"],
+            ["sweep", "simulate", "communication", "--chip-bytes", "--block-rows", "--fraction", "--json"],
+        ),
+        (["io", "sweep", "--help"], ["--over", "memory", "block", "length", "--direction", "--output"]),
+        (["io", "simulate", "--help"], ["--algorithm", "--values", "--block-columns"]),
+        (["io", "communication", "--help"], ["--devices", "--kv-heads", "--no-causal", "--json"]),
+        (["audit", "--help"], ["--law", "normal, outliers, logits, one-hot", "--schedule", "--out", "drift"]),
+        (["audit", "drift", "--help"], ["--text", "--layers", "--context", "--rate", "--picture", "--json"]),
     ],
 )
 def test_help_names_every_choice(capsys, monkeypatch, arguments, words):
@@ -55,6 +67,30 @@ def test_help_names_every_choice(capsys, monkeypatch, arguments, words):
         (["plan", "--schedule", "nonsense"], "'nonsense'"),
         (["plan", "--device", "toaster"], "--device takes cpu, cuda or cuda:<index>: got 'toaster'"),
         (["plan", "--device", "cuda:99"], "--device cuda:99: torch finds"),
+        (["plan", "--hardware", "h199"], "--hardware takes one of a100, h100, h200"),
+        (["plan", "--hardware", "h200", "--schedule", "nonsense"], "'nonsense'"),
+        (["doctor", "--device", "cpu"], "--device goes with --measure"),
+        (["doctor", "--measure", "--device", "cuda:99"], "--device cuda:99: torch finds"),
+        (["io", "--dim", "0"], "--dim"),
+        (["io", "--chip-bytes", "1"], "--chip-bytes: 1 bytes hold no element of float16"),
+        (["io", "--block-rows", "64"], "--block-rows and --block-columns go together"),
+        (["io", "--fraction", "1.5"], "--fraction"),
+        (["io", "--length", "5", "sweep"], "options of sweep stand after its name: got length"),
+        (["io", "sweep", "--over", "time"], "'time' is not one of"),
+        (["io", "sweep", "--length", "0"], "--length: a sweep needs at least one token"),
+        (["io", "sweep", "--output", "one.png"], "--output: one.png is one file"),
+        (["io", "simulate", "--algorithm", "flash9"], "--algorithm takes names among textbook, eager, saved-weights"),
+        (["io", "simulate", "--values", "--length", "10000"], "--values: 10000 x 10000 scores are too many"),
+        (
+            ["io", "communication", "--heads", "12", "--kv-heads", "5"],
+            "heads must be a multiple of kv_heads, got 12 and 5",
+        ),
+        (["io", "communication", "--devices", "0"], "--devices"),
+        (["audit", "--law", "cauchy"], "--law takes names among normal, outliers, logits, one-hot: got 'cauchy'"),
+        (["audit", "--dtype", "int8"], "--dtype takes names among float16, bfloat16, float32, float64: got 'int8'"),
+        (["audit", "--schedule", "nonsense"], "got 'nonsense'"),
+        (["audit", "--length", "0"], "--length takes positive whole numbers separated by commas: got '0'"),
+        (["audit", "drift", "--dtype", "float16"], "'float16' is not one of"),
         (["demo", "--tokens", "1024,many"], "--tokens takes positive whole numbers separated by commas"),
         (["demo", "--tokens", "0"], "--tokens takes positive whole numbers separated by commas"),
         (["demo", "--heads", "0"], "--heads"),
@@ -140,6 +176,66 @@ def test_plan_passes_every_option_on(capsys, monkeypatch):
         "deterministic": True,
         "schedule": "dense",
     }
+
+
+def test_plan_for_a_device_that_is_not_here(capsys):
+    options = "--hardware h100 --batch 2 --heads 16 --length 8192 --dim 128 --dtype float16 --schedule triton"
+    status, out, err = run(capsys, "plan", *options.split(), "--json")
+    assert (status, err) == (0, "")
+    facts = json.loads(out)
+    assert (facts["forward"], facts["backward"]) == ("triton", "triton")
+    assert facts["hardware"] == {"name": "NVIDIA H100 SXM", "measured": False}
+    bound = facts["roofline"]["forward"]
+    assert bound["binding"] == "matrix products"
+    assert bound["bound_us"] == bound["times_us"]["matrix products"] + bound["launch_us"]
+    assert [kernel["name"] for kernel in facts["kernels"]["backward"]] == ["delta", "keys", "queries"]
+    assert facts["kernels"]["forward"][0]["requested"]["flops"] == facts["forward_flops"]
+    text = run(capsys, "plan", *options.split())[1]
+    assert "NVIDIA H100 SXM: forward " in text and "us at least, bound by matrix products" in text
+    status, out, err = run(capsys, "plan", "--hardware", "h100", "--schedule", "aten")
+    assert (status, out) == (1, "") and "it is a kernel for the CPU" in err
+
+
+def quick_measuring(monkeypatch, tmp_path):
+    monkeypatch.setattr(ceilings, "ROUNDS", 1)
+    monkeypatch.setattr(ceilings, "LONGEST_SIDE", 64)
+    monkeypatch.setattr(ceilings, "available_memory_bytes", lambda device: 2**20)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+
+def test_doctor_measures_and_plans_use_it(capsys, monkeypatch, tmp_path):
+    quick_measuring(monkeypatch, tmp_path)
+    assert "measured" not in run(capsys, "plan")[1]
+    status, out, err = run(capsys, "doctor", "--measure", "--device", "cpu", "--json")
+    assert status == 0
+    facts = json.loads(out)
+    assert facts["hardware"]["products"]["float32"]["source"].startswith("measured: torch.matmul")
+    assert facts["measured_on"]["cores"] >= 1 and facts["measured_on"]["failures"] == {}
+    assert json.loads(Path(facts["path"]).read_text())["hardware"] == facts["hardware"]
+    assert f"roofline           {facts['hardware']['name']}: forward" in run(capsys, "plan")[1]
+    assert facts["hardware"]["name"].endswith(", measured")
+
+
+def test_doctor_prints_what_it_measured_and_from_what(capsys, monkeypatch, tmp_path):
+    quick_measuring(monkeypatch, tmp_path)
+    monkeypatch.setenv("COLUMNS", "200")
+    status, out, err = run(capsys, "doctor", "--measure", "--device", "cpu")
+    assert (status, err) == (0, "")
+    for word in (
+        "products, float32",
+        "exponentials",
+        "device memory",
+        "a copy of",
+        "Plans use these figures from now on",
+    ):
+        assert word in out
+
+
+def test_doctor_says_where_it_cannot_store(capsys, monkeypatch, tmp_path):
+    quick_measuring(monkeypatch, tmp_path)
+    (tmp_path / "onchip").write_text("a file where a folder should be")
+    status, _, err = run(capsys, "doctor", "--measure", "--device", "cpu")
+    assert status == 1 and "cannot be written" in err and err.count("\n") == 1
 
 
 def test_doctor_runs_every_schedule_and_compares_it(capsys):

@@ -9,14 +9,16 @@ from hypothesis import given, strategies
 import onchip
 from onchip import masks
 from onchip.attention import _bind
-from onchip.schedules.triton import launch, source
+from onchip.gpu import call as gpu
+from onchip.gpu import source
+from onchip.schedules.triton import launch
 
 tiles = importlib.import_module("onchip.schedules.triton.tiles")
 
 
 def call(monkeypatch, shape=(2, 4, 300, 64), *, cu=None, **keywords):
     """The call of a problem of zeros as an H100 would see it."""
-    monkeypatch.setattr(launch, "architecture", lambda device: "sm_90")
+    monkeypatch.setattr(gpu, "architecture", lambda device: "sm_90")
     options = {"causal": False, "window": None, "mask": None, "score": None, "lengths": None} | keywords
     x = torch.zeros(shape, dtype=torch.bfloat16)
     return launch.Call(_bind(x, x, cu, cu, x, *options.values(), None, 0.0, None, False, None, True))
@@ -41,13 +43,13 @@ def test_coded_ints_come_back(value):
 
 
 def test_float32_products_are_ieee_on_request():
-    assert launch.precision_of(torch.float32, "sm_90") == "tf32x3"
-    assert launch.precision_of(torch.float32, "gfx942") == "ieee"
-    assert launch.precision_of(torch.bfloat16, "sm_90") == "tf32"
+    assert gpu.precision_of(torch.float32, "sm_90") == "tf32x3"
+    assert gpu.precision_of(torch.float32, "gfx942") == "ieee"
+    assert gpu.precision_of(torch.bfloat16, "sm_90") == "tf32"
     before = torch.backends.cuda.matmul.fp32_precision
     torch.backends.cuda.matmul.fp32_precision = "ieee"
     try:
-        assert launch.precision_of(torch.float32, "sm_90") == "ieee"
+        assert gpu.precision_of(torch.float32, "sm_90") == "ieee"
     finally:
         torch.backends.cuda.matmul.fp32_precision = before
 

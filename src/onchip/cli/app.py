@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import enum
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,6 +12,10 @@ import typer
 
 from onchip._version import __version__
 from onchip.cli import INTERRUPTED, WRONG_USE
+from onchip.cli.audit import audit_app
+from onchip.cli.io import io_app
+from onchip.cli.options import Dtype, read_device, read_numbers
+from onchip.model.presets import PRESETS
 
 app = typer.Typer(
     name="onchip",
@@ -22,16 +25,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
+app.add_typer(audit_app, name="audit")
+app.add_typer(io_app, name="io")
 UsageError: type[Exception] = typer.BadParameter.__mro__[1]
-
-
-class Dtype(str, enum.Enum):
-    """The dtypes of the contract."""
-
-    float16 = "float16"
-    bfloat16 = "bfloat16"
-    float32 = "float32"
-    float64 = "float64"
 
 
 def run(arguments: Sequence[str] | None = None) -> int:
@@ -87,8 +83,8 @@ def demo(
     from onchip.bench.demo.lengths import Setting
     from onchip.cli.demo import run_demo
 
-    lengths = _lengths(tokens or ("256,512" if quick else "1024,2048,4096,8192,16384"))
-    setting = Setting(heads=heads, dim=dim, causal=causal, dtype=_dtype(dtype), device=_device(device))
+    lengths = read_numbers(tokens or ("256,512" if quick else "1024,2048,4096,8192,16384"), "--tokens")
+    setting = Setting(heads=heads, dim=dim, causal=causal, dtype=_dtype(dtype), device=read_device(device))
     return run_demo(tokens=lengths, setting=setting, output=output, with_model=not no_model)
 
 
@@ -112,6 +108,10 @@ def plan(
     dropout: Annotated[float, typer.Option(help="Probability that a weight is dropped.")] = 0.0,
     deterministic: Annotated[bool, typer.Option("--deterministic", help="Ask for equal bits over repeats.")] = False,
     schedule: Annotated[str | None, typer.Option(help="Ask for this schedule (default: onchip chooses)")] = None,
+    hardware: Annotated[
+        str | None,
+        typer.Option(help=f"Plan for a device that need not be here: {', '.join(PRESETS)} (default: that of --device)"),
+    ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> int:
     """Print how onchip would run a problem, and why not otherwise. Computes nothing."""
@@ -126,7 +126,7 @@ def plan(
         dim=dim,
         dim_value=dim if dim_value is None else dim_value,
         dtype=_dtype(dtype),
-        device=_device(device),
+        device=read_device(device),
         causal=causal,
         window=_window(window),
         softcap=softcap,
@@ -134,26 +134,30 @@ def plan(
         dropout=dropout,
         deterministic=deterministic or None,
         schedule=schedule,
+        hardware=hardware,
         as_json=json,
     )
 
 
 @app.command()
-def doctor(json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> int:
+def doctor(
+    measure: Annotated[
+        bool,
+        typer.Option("--measure", help="Measure what a device can do at most, and store it for plans. Half a minute."),
+    ] = False,
+    device: Annotated[
+        str | None, typer.Option(help="What to measure: cpu, cuda or cuda:<index> (default: a GPU if there is one)")
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> int:
     """Say what runs on this machine and, for what does not, why. Exit status 1 if a schedule gives a wrong result."""
-    from onchip.cli.doctor import run_doctor
+    from onchip.cli.doctor import run_doctor, run_measure
 
+    if measure:
+        return run_measure(device=None if device is None else read_device(device), as_json=json)
+    if device is not None:
+        raise typer.BadParameter("--device goes with --measure: without it every device is tried")
     return run_doctor(as_json=json)
-
-
-def _lengths(text: str) -> list[int]:
-    try:
-        lengths = [int(part) for part in text.split(",")]
-    except ValueError:
-        lengths = []
-    if not lengths or min(lengths) < 1:
-        raise typer.BadParameter(f"--tokens takes positive whole numbers separated by commas: got {text!r}")
-    return sorted(set(lengths))
 
 
 def _window(text: str | None) -> tuple[int | None, int | None] | None:
@@ -168,15 +172,3 @@ def _window(text: str | None) -> tuple[int | None, int | None] | None:
 
 def _dtype(dtype: Dtype) -> torch.dtype:
     return getattr(torch, dtype.value)
-
-
-def _device(text: str) -> str:
-    try:
-        device = torch.device(text)
-    except RuntimeError:
-        raise typer.BadParameter(f"--device takes cpu, cuda or cuda:<index>: got {text!r}") from None
-    if device.type not in ("cpu", "cuda"):
-        raise typer.BadParameter(f"--device takes cpu, cuda or cuda:<index>: got {text!r}")
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise typer.BadParameter(f"--device {text}: torch finds {torch.cuda.device_count()} CUDA devices here")
-    return text

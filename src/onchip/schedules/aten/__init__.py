@@ -19,9 +19,8 @@ import torch
 from onchip.problem import Problem
 from onchip.schedules.aten.backward import backward as backward
 from onchip.schedules.aten.forward import forward as forward
-from onchip.schedules.aten.tiles import pairs as pairs
-from onchip.schedules.aten.tiles import tiles as tiles
 from onchip.schedules.aten.tiles import workspace_bytes as workspace_bytes
+from onchip.schedules.aten.traffic import kernels as kernels
 from onchip.scores import Bias
 
 NAME = "aten"

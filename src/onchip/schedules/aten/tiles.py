@@ -13,7 +13,7 @@ from torch.nn.functional import pad
 from onchip.masks import causality
 from onchip.normal_form import NormalForm
 from onchip.problem import Problem
-from onchip.segments import Hidden, Segment, segments
+from onchip.segments import Hidden, Segment
 from onchip.tile import RectGeometry
 
 ROWS = 256
@@ -36,21 +36,6 @@ def workspace_bytes(problem: Problem) -> int:
     tile = torch.get_num_threads() * rows * (columns + problem.dim_v) * problem.score_dtype.itemsize
     masked = problem.mask is not None or bool(problem.scores)
     return tile + (min(ROWS, problem.length_q) * problem.length_k * problem.score_dtype.itemsize if masked else 0)
-
-
-def pairs(problem: Problem) -> int:
-    """Pairs of (query, key) whose score is computed, over all sequences and query heads. Reads lengths."""
-    height, count = tiles(problem)[0], 0
-    for segment in segments(problem):
-        for block in blocks(problem, segment):
-            rows, columns = block.rows, block.columns
-            if block.causal:
-                starts = range(rows.start, rows.stop, height)
-                area = sum(min(height, rows.stop - start) * min(start + height, columns.stop) for start in starts)
-            else:
-                area = (rows.stop - rows.start) * (columns.stop - columns.start)
-            count += (block.batch.stop - block.batch.start) * problem.heads_q * area
-    return count
 
 
 class Block(NamedTuple):

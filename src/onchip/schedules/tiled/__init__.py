@@ -16,9 +16,8 @@ from __future__ import annotations
 from onchip.problem import Problem
 from onchip.schedules.tiled.backward import backward as backward
 from onchip.schedules.tiled.forward import forward as forward
-from onchip.schedules.tiled.tiles import pairs as pairs
-from onchip.schedules.tiled.tiles import tiles as tiles
 from onchip.schedules.tiled.tiles import workspace_bytes as workspace_bytes
+from onchip.schedules.tiled.traffic import kernels as kernels
 
 NAME = "tiled"
 SUMMARY = "the online-softmax loop in plain torch: linear memory, every feature, any device, training included"

@@ -236,31 +236,3 @@ def workspace_bytes(problem: Problem) -> int:
             extra = widened if problem.dtype != problem.score_dtype else 0
             largest = max(largest, ((3 if backward else 1) * tile + extra) * problem.score_dtype.itemsize)
     return largest
-
-
-def tiles(problem: Problem) -> tuple[int, int]:
-    """Rows and columns of a tile of scores in the forward. Reads lengths."""
-    group = _first_group(problem, False)
-    return (group.rows, group.columns) if group is not None else (0, 0)
-
-
-def pairs(problem: Problem) -> int:
-    """Pairs of (query, key) in the pieces that are visited, over all sequences and query heads. Reads lengths."""
-    count = 0
-    for segment in segments(problem):
-        pieces = Pieces(problem, segment, False)
-        sequences = 1 if segment.packed else segment.batch.stop - segment.batch.start
-        length_q = segment.rows.stop - segment.rows.start
-        groups = list(pieces.groups(sequences, False))
-        heights = [
-            (group.batch.stop - group.batch.start) * (group.query_heads.stop - group.query_heads.start)
-            for group in groups
-        ]
-        if pieces.uniform:
-            groups, heights = groups[:1], [sum(heights)]
-        for group, height in zip(groups, heights, strict=True):
-            for start in range(0, length_q, group.rows):
-                rows = slice(start, min(start + group.rows, length_q))
-                width = sum(visit.stop - visit.start for visit in pieces.visits(group, rows, whole=True))
-                count += height * (rows.stop - rows.start) * width
-    return count

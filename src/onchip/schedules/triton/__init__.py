@@ -2,8 +2,7 @@
 
     forward.py   out and LSE: a tile of rows walks over the columns that it sees
     backward.py  dK and dV: a tile of columns walks over rows; dQ: the walk of the forward; both bit for bit repeatable
-    parts.py     what they share on the device    source.py  masks and scores as source that they inline
-    launch.py    what they are given              tiles.py   their tile sizes, as data
+    launch.py    what they are given    tiles.py   their tile sizes, as data    traffic.py   what they move and compute
 
 Triton costs a second to import, so it is imported by the first call.
 """
@@ -12,14 +11,14 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from onchip.masks import Combined, Mask, Not, Predicate
+from onchip.masks import Predicate, leaves
+from onchip.model.kernels import Kernel
 from onchip.problem import Problem
-from onchip.schedules.triton.tiles import FORWARD
 from onchip.scores import Modify
 
 NAME = "triton"
@@ -53,21 +52,11 @@ def unsupported(problem: Problem) -> list[str]:
         reasons.append("it has no float64")
     if max(problem.dim_qk, problem.dim_v) > WIDEST:
         reasons.append(f"its tiles hold head dims up to {WIDEST}, got {problem.dim_qk} and {problem.dim_v}")
-    if problem.mask is not None and any(isinstance(mask, Predicate) for mask in _leaves(problem.mask)):
+    if problem.mask is not None and any(isinstance(mask, Predicate) for mask in leaves(problem.mask)):
         reasons.append("it does not compile masks.predicate yet")
     if any(isinstance(score, Modify) for score in problem.scores):
         reasons.append("it does not compile scores.modify yet")
     return reasons
-
-
-def _leaves(mask: Mask) -> Iterator[Mask]:
-    if isinstance(mask, Combined):
-        for part in mask.parts:
-            yield from _leaves(part)
-    elif isinstance(mask, Not):
-        yield from _leaves(mask.part)
-    else:
-        yield mask
 
 
 def forward(problem: Problem, query: Tensor, key: Tensor, value: Tensor, *, saves: bool) -> tuple[Tensor, Tensor]:
@@ -95,19 +84,11 @@ def backward(
     return backward(problem, grad_out, grad_lse, query, key, value, out, lse, tensors, needs)
 
 
-def tiles(problem: Problem) -> tuple[int, int]:
-    """Rows and columns of a tile of the forward."""
-    from onchip.schedules.triton.launch import Call
+def kernels(problem: Problem, backward: bool, target: str | None) -> list[Kernel]:
+    """What each kernel of a direction moves and computes, as on `target` ("sm_90" and the like), or here if None."""
+    from onchip.schedules.triton.traffic import kernels
 
-    tile = Call(problem).tile(FORWARD)
-    return tile.rows, tile.columns
-
-
-def pairs(problem: Problem) -> int:
-    """Pairs of (query, key) whose score the forward computes."""
-    from onchip.schedules.triton.launch import Call
-
-    return Call(problem).pairs()
+    return kernels(problem, backward, target)
 
 
 def workspace_bytes(problem: Problem) -> int:

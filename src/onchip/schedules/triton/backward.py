@@ -24,10 +24,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from onchip.lowering import Node
-from onchip.problem import Problem
-from onchip.schedules.triton.launch import Call, on_device
-from onchip.schedules.triton.parts import (
+from onchip.gpu import GRADIENT, KEYS, QUERIES
+from onchip.gpu.call import on_device
+from onchip.gpu.parts import (
     LOG2E,
     alive,
     band_of,
@@ -46,8 +45,10 @@ from onchip.schedules.triton.parts import (
     visible,
     visits,
 )
-from onchip.schedules.triton.source import distance
-from onchip.schedules.triton.tiles import GRADIENT, KEYS, QUERIES
+from onchip.gpu.source import distance
+from onchip.lowering import Node
+from onchip.problem import Problem
+from onchip.schedules.triton.launch import Call
 from onchip.strides import empty_ordered, laid_out
 
 UNSPECIALIZED = [

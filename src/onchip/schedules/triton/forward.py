@@ -17,9 +17,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from onchip.problem import Problem
-from onchip.schedules.triton.launch import Call, on_device
-from onchip.schedules.triton.parts import (
+from onchip.gpu import FORWARD
+from onchip.gpu.call import on_device
+from onchip.gpu.parts import (
     LN2,
     LOG2E,
     alive,
@@ -39,7 +39,8 @@ from onchip.schedules.triton.parts import (
     visible,
     visits,
 )
-from onchip.schedules.triton.tiles import FORWARD
+from onchip.problem import Problem
+from onchip.schedules.triton.launch import Call
 from onchip.strides import empty_ordered
 
 UNSPECIALIZED = [

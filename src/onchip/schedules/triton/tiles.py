@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from onchip.gpu import FORWARD, GRADIENT, KEYS, QUERIES
+
 
 @dataclass(frozen=True)
 class Tile:
@@ -21,9 +23,6 @@ class Tile:
 
 FEW = 64
 """Query heads of a group stand in one tile if there are no more positions than this."""
-
-FORWARD, KEYS, QUERIES, GRADIENT = "forward", "keys", "queries", "gradient"
-"""The kernels: out and LSE; dK and dV; dQ; the gradient of a bias or of slopes."""
 
 KERNELS = (FORWARD, KEYS, QUERIES, GRADIENT)
 INTERPRETED = Tile(16, 32, 1, 1)

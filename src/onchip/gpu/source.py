@@ -24,8 +24,8 @@ from typing import Any
 import triton
 import triton.language as tl
 
+from onchip.gpu import parts
 from onchip.lowering import Node
-from onchip.schedules.triton import parts
 
 CODE = 2**40 + 1
 
