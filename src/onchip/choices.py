@@ -56,10 +56,6 @@ CPU = (
 )
 
 
-FEW = 64
-"""On a GPU so many queries of a sequence, or fewer, leave most of a large tile of rows empty."""
-
-
 def kind_of(problem: Problem) -> str:
     """What a problem asks for beside plain attention.
 
@@ -77,12 +73,9 @@ def kind_of(problem: Problem) -> str:
 
 
 def preferred(problem: Problem, backward: bool) -> tuple[str, ...]:
-    """Names of the schedules to try first; none where the order of the list is the best that is known."""
+    """Names of the schedules to try first; none on a device without a table."""
     if problem.device.type != "cpu":
-        # triton puts the query heads of a group into one tile, where hopper fills a tile of rows with little
-        sequences = max(1, problem.batch) if problem.layout == "packed" else 1
-        few = problem.group > 1 and problem.length_q <= FEW * sequences
-        return ("triton",) if few and not backward else ()
+        return ()
     kind, dtype = kind_of(problem), _dtype_of(problem.dtype)
     sequences = max(1, problem.batch) if problem.layout == "packed" else 1
     heads = problem.heads_q * problem.batch

@@ -9,7 +9,6 @@ import torch
 
 import onchip
 from onchip import choices, masks, scores
-from onchip.attention import _bind
 
 RECORDS = sorted((Path(__file__).parents[2] / "benchmarks" / "results").glob("*/choices.json"))
 
@@ -103,22 +102,6 @@ def named(row, backward):
     }.get(row["kind"], {})
     plan = onchip.plan(*inputs(length, heads, dim, getattr(torch, dtype), batch), **options)
     return plan.backward if backward else plan.forward
-
-
-@pytest.mark.parametrize("layout", ["dense", "packed"])
-def test_few_queries_of_grouped_heads_go_to_tiles_that_hold_a_group(layout):
-    """Where a GPU has two schedules of kernels; shapes alone decide, so none need be here."""
-
-    def first(length, kv_heads, backward=False):
-        shape = (2, 8, length, 64) if layout == "dense" else (2 * length, 8, 64)
-        query = torch.empty(shape, device="meta")
-        key = query[:, :kv_heads]
-        offsets = None if layout == "dense" else torch.empty(3, dtype=torch.int32, device="meta")
-        options = None, 0.0, None, False, None, True
-        return choices.preferred(_bind(query, key, offsets, offsets, key, False, *[None] * 4, *options), backward)
-
-    assert first(1, 2) == first(64, 2) == ("triton",)
-    assert first(65, 2) == first(1, 8) == first(1, 2, backward=True) == ()
 
 
 def test_a_named_schedule_without_gradients_has_a_plan_all_the_same():
