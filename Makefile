@@ -8,6 +8,7 @@ PYTHON ?= python3
 PIP := -m pip --disable-pip-version-check install --quiet -c constraints-dev.txt
 INSTALLED := .venv/.installed
 WHEEL_INSTALLED := .venv-wheel/.installed
+NEWEST_INSTALLED := .venv-newest/.installed
 
 # A Python without ensurepip (Debian's without python3-venv) leaves half an environment behind: start over with virtualenv.
 make_venv = $(PYTHON) -m venv --clear $(1) || { \
@@ -17,13 +18,13 @@ make_venv = $(PYTHON) -m venv --clear $(1) || { \
 	echo "cannot make a virtual environment: install python3-venv or python3-pip, or name another Python: make PYTHON=..."; \
 	exit 1; }
 
-.PHONY: demo test setup lint interpret-test compile-all gpu-test gpu-smoke wheel-test clean
+.PHONY: demo test setup lint interpret-test newest-test compile-all gpu-test gpu-smoke wheel-test clean
 .NOTPARALLEL:
 
 demo: $(INSTALLED)
 	.venv/bin/onchip demo
 
-test: lint wheel-test interpret-test
+test: lint wheel-test interpret-test newest-test
 	.venv/bin/python -m pytest -m "not gpu" -n 2
 
 setup: $(INSTALLED)
@@ -37,6 +38,10 @@ lint: $(INSTALLED)
 interpret-test: $(INSTALLED)
 	TRITON_INTERPRET=1 .venv/bin/python -m pytest tests/contract --schedule triton -n 2 \
 		-W "ignore::DeprecationWarning:triton.runtime.interpreter"
+
+# The Hopper kernels with a newer Triton, some of whose names in Gluon differ.
+newest-test: $(INSTALLED) $(NEWEST_INSTALLED)
+	PYTHONPATH=.venv-newest .venv/bin/python -m pytest tests/compile/test_hopper.py -n 2
 
 # Every Triton kernel for every head dim, dtype, target and kind of problem, without a GPU: some 40 minutes, the first time.
 compile-all: $(INSTALLED)
@@ -71,7 +76,7 @@ wheel-test: $(INSTALLED) $(WHEEL_INSTALLED)
 	.venv-wheel/bin/python -I -W "ignore:Failed to initialize NumPy" .ci/check_wheel.py
 
 clean:
-	rm -rf .venv .venv-wheel .boot build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache demo.png
+	rm -rf .venv .venv-wheel .venv-newest .boot build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache demo.png
 	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # torch goes first and alone, so that nothing that needs a torch can choose another build of it.
@@ -84,4 +89,9 @@ $(INSTALLED): pyproject.toml constraints-dev.txt
 $(WHEEL_INSTALLED): constraints-dev.txt
 	@$(call make_venv,.venv-wheel)
 	.venv-wheel/bin/python $(PIP) torch==2.13.0
+	touch $@
+
+$(NEWEST_INSTALLED): constraints-newest.txt $(INSTALLED)
+	rm -rf .venv-newest
+	.venv/bin/python -m pip --disable-pip-version-check install --quiet --no-deps --target .venv-newest -r constraints-newest.txt
 	touch $@

@@ -205,11 +205,16 @@ def read_cuda(made):
 
 
 def _warnings(ptx, folder):
-    """What ptxas says of a kernel: Triton keeps it to itself."""
+    """What ptxas says of a kernel, which Triton keeps to itself; the first of those beside Triton that reads it."""
     source = Path(folder, "kernel.ptx")
     source.write_text(ptx)
-    command = [TOOLS / "ptxas", "-v", "--gpu-name=sm_90a", source, "-o", Path(folder, "again.cubin")]
-    return subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    for tool in ("ptxas", "ptxas-blackwell"):
+        command = [TOOLS / tool, "-v", "--gpu-name=sm_90a", source, "-o", Path(folder, "again.cubin")]
+        run = subprocess.run(command, capture_output=True, text=True)
+        if "Unsupported .version" not in run.stderr:
+            break
+    run.check_returncode()
+    return run.stderr
 
 
 def _dump(option, binary):

@@ -37,7 +37,7 @@ from onchip.gpu.call import on_device
 from onchip.gpu.parts import band_of, extent, find_slot, nearest
 from onchip.problem import Problem
 from onchip.schedules.hopper.launch import expressible, launch
-from onchip.schedules.hopper.names import load_tile, store_tile
+from onchip.schedules.hopper.names import copy_elements, load_tile, reinterpret, store_tile
 from onchip.strides import empty_ordered
 
 LOG2E = gl.constexpr(1.4426950408889634)
@@ -190,7 +190,7 @@ def copy_values(value, v_strides, v_s, slot, b, kv_head, token_k, length_k, colu
     panels: gl.constexpr = BLOCK_DV // 64
     groups: gl.constexpr = BK // 8
     swizzled: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
-    pieces = v_s._reinterpret(v_s.dtype, [v_s.shape[0] * panels * groups, 8, 64], swizzled)
+    pieces = reinterpret(v_s, v_s.dtype, [v_s.shape[0] * panels * groups, 8, 64], swizzled)
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [1, 1], [1, 0])
     rows = gl.arange(0, 8, layout=gl.SliceLayout(1, layout))
     dims = gl.arange(0, 64, layout=gl.SliceLayout(0, layout))
@@ -201,7 +201,7 @@ def copy_values(value, v_strides, v_s, slot, b, kv_head, token_k, length_k, colu
         pointers = start + row.to(gl.int64)[:, None] * v_n * VECTOR + dim[None, :]
         there = (row < length_k - column)[:, None] & (dim < DV)[None, :]
         place = pieces.index(slot * panels * groups + piece)
-        async_copy.async_copy_global_to_shared(place, pointers, mask=there)
+        copy_elements(place, pointers, mask=there)
     async_copy.commit_group()
     async_copy.wait_group(0)
     fence_async_shared()
