@@ -23,7 +23,7 @@ from ncu import OPTIONS, Counted, count, measured
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
-from traffic_cases import DIRECTIONS, PEERS, Case, calls, cases, prepare, sweep, tiled_as
+from traffic_cases import PEERS, Case, calls, cases, directions, prepare, runs, sweep, tiled_as
 from traffic_model import Expected, expected
 
 from onchip.bench.machine import read_machine
@@ -51,7 +51,8 @@ Ours = Annotated[list[str] | None, typer.Option("--schedule", help="A GPU schedu
 def count_command(schedule: Ours = None, only: Only = "", out: Out = None) -> None:
     """Count the bytes of every case, kernel by kernel, and write them beside the model's."""
     chosen = _chosen(cases(_known(schedule)), only)
-    _device()
+    device = _device()
+    chosen = [case for case in chosen if runs(case, device)]
     counted = count([__file__, "run", *_options("--schedule", _known(schedule)), "--only", only])
     _write(out, COUNTS, _record({"cases": [_entry(case, direction, counted) for case, direction in _parts(chosen)]}))
     show(out)
@@ -120,6 +121,8 @@ def run(schedule: Ours = None, only: Only = "", blocks: bool = False) -> None:
     """What `count` and `sweep` run under ncu."""
     device = _device()
     for case in sweep() if blocks else _chosen(cases(_known(schedule)), only):
+        if not runs(case, device):
+            continue
         with tiled_as(case):
             for direction, call in calls(case, prepare(case, device)).items():
                 call()
@@ -133,7 +136,10 @@ def run(schedule: Ours = None, only: Only = "", blocks: bool = False) -> None:
 
 def _parts(chosen: Sequence[Case]) -> list[tuple[Case, str]]:
     return [
-        (case, direction) for case in chosen for direction in DIRECTIONS if not (case.tile and direction != "forward")
+        (case, direction)
+        for case in chosen
+        for direction in directions(case)
+        if not (case.tile and direction != "forward")
     ]
 
 

@@ -15,6 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import onchip
 from onchip import scores
+from onchip.dispatch import schedules
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 PEERS = ("standard", "sdpa_flash", "sdpa_cudnn")
@@ -64,10 +65,10 @@ SHAPES = ({"batch": 2, "heads": 32, "length": 8192, "dim": 64}, {"batch": 2, "he
 """The long shapes of `benchmarks/gpu.py`."""
 
 
-def cases(schedules: tuple[str, ...]) -> list[Case]:
+def cases(ours: tuple[str, ...]) -> list[Case]:
     """Figure 2's shape for all, and what changes the walk of a schedule's kernels: masks, grouped heads, packing."""
-    found = [Case(contender=name, **FIGURE_2) for name in (*schedules, *PEERS)]
-    for name in schedules:
+    found = [Case(contender=name, **FIGURE_2) for name in (*ours, *PEERS)]
+    for name in ours:
         for shape in SHAPES:
             found += [Case(contender=name, causal=causal, **shape) for causal in (False, True)]
         found += [
@@ -169,11 +170,31 @@ def tiled_as(case: Case) -> Iterator[None]:
         tiles.TABLE = whole
 
 
+def directions(case: Case) -> tuple[str, ...]:
+    """Forward and backward, or the forward alone: of a tile of its own, and of a schedule without gradients."""
+    ours = schedules().get(case.contender)
+    alone = case.tile is not None or (ours is not None and ours.backward is None and not ours.composite)
+    return ("forward",) if alone else DIRECTIONS
+
+
+def runs(case: Case, device: torch.device) -> bool:
+    """Whether the contender takes the case; peers take all."""
+    if case.contender in PEERS:
+        return True
+    prepared = prepare(case, device)
+    function: Any = onchip.plan if case.sequences is None else onchip.plan_varlen
+    try:
+        function(*prepared.inputs, **prepared.arguments, schedule=case.contender)
+    except onchip.Unsupported:
+        return False
+    return True
+
+
 def calls(case: Case, prepared: Prepared) -> dict[str, Callable[[], object]]:
-    """Forward (as in training: the LSE is saved) and backward; a tile of its own belongs to the forward alone."""
+    """A call for each direction; the forward as in training, where the LSE is saved."""
     out = prepared.attend(*prepared.inputs)
     both: dict[str, Callable[[], object]] = {
         "forward": lambda: prepared.attend(*prepared.inputs),
         "backward": lambda: torch.autograd.grad(out, prepared.leaves, prepared.gradient, retain_graph=True),
     }
-    return {"forward": both["forward"]} if case.tile else both
+    return {direction: both[direction] for direction in directions(case)}

@@ -1,5 +1,6 @@
 """The counters of kernels, as far as a machine without a GPU can show them: what ncu prints, records and tables."""
 
+import dataclasses
 import importlib
 import json
 import re
@@ -96,9 +97,18 @@ def test_a_case_runs_both_ways_and_the_model_knows_its_kernels(traffic, sequence
     calls = traffic.calls(case, prepared)
     assert calls["forward"]().shape == prepared.inputs[0].shape
     assert len(calls["backward"]()) == 3 + alibi
-    for direction in traffic.DIRECTIONS:
+    assert traffic.runs(case, device) and not traffic.runs(dataclasses.replace(case, contender="triton"), device)
+    for direction in traffic.directions(case):
         found = traffic.expected(case, direction, device)
         assert found and all(item.asked_bytes >= item.once_bytes > 0 for item in found)
+
+
+def test_a_tile_of_its_own_and_a_schedule_without_gradients_have_a_forward_alone(traffic):
+    case = traffic.Case(contender="hopper", batch=1, heads=1, length=8, dim=8)
+    assert traffic.directions(case) == ("forward",)
+    assert {traffic.directions(tiled) for tiled in traffic.sweep()} == {("forward",)}
+    assert traffic.directions(dataclasses.replace(case, contender="triton")) == ("forward", "backward")
+    assert traffic.directions(dataclasses.replace(case, contender="standard")) == ("forward", "backward")
 
 
 def test_the_record_agrees_with_the_model():
