@@ -135,12 +135,7 @@ def run(schedule: Ours = None, only: Only = "", blocks: bool = False) -> None:
 
 
 def _parts(chosen: Sequence[Case]) -> list[tuple[Case, str]]:
-    return [
-        (case, direction)
-        for case in chosen
-        for direction in directions(case)
-        if not (case.tile and direction != "forward")
-    ]
+    return [(case, direction) for case in chosen for direction in directions(case)]
 
 
 def _entry(case: Case, direction: str, counted: Sequence[Counted]) -> dict[str, Any]:
