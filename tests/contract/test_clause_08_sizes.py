@@ -61,9 +61,9 @@ def test_rows_behind_the_last_offset(tail, schedule, dtype, device):
     end_q, end_k = int(problem.cu_query[-1]), int(problem.cu_key[-1])
     assert not result.out[end_q:].any()
     assert (result.lse[:, end_q:] == -float("inf")).all()
-    for name, gradient in result.gradients.items():
-        end = {"query": end_q, "key": end_k, "value": end_k}.get(name)
-        assert end is None or not gradient[end:].any(), name
+    if result.gradients:  # not every schedule has them
+        assert not result.gradients["query"][end_q:].any()
+        assert not result.gradients["key"][end_k:].any() and not result.gradients["value"][end_k:].any()
 
 
 def test_cu_seqlens_key_defaults_to_that_of_the_query(schedule, device):

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import torch
 
+from onchip.model.hardware import device_name, processor_name
+
 _QUERY = {
     "name": "name",
     "driver_version": "driver_version",
@@ -84,7 +86,7 @@ def read_machine(device: torch.device | str = "cpu") -> Machine:
     on_gpu = device.type == "cuda"
     return Machine(
         device_type=device.type,
-        device_name=torch.cuda.get_device_name(device) if on_gpu else processor_name(),
+        device_name=device_name(device),
         processor=processor_name(),
         cores=available_cores(),
         threads=torch.get_num_threads(),
@@ -130,16 +132,6 @@ def available_cores() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
-
-
-def processor_name() -> str:
-    """The processor's model, such as "AMD EPYC 9654"; the machine type where the system does not tell."""
-    try:
-        text = Path("/proc/cpuinfo").read_text()
-    except OSError:
-        return platform.processor() or platform.machine()
-    match = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
-    return match.group(1).strip() if match else platform.machine()
 
 
 def total_memory_bytes() -> int | None:

@@ -6,13 +6,13 @@ import time
 from pathlib import Path
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from onchip.bench.demo.lengths import Row, Setting, run_lengths, steps
 from onchip.bench.demo.plot import plot_rows
 from onchip.bench.demo.sentences import Comparison, ModelMissing, compare_sentences
 from onchip.bench.machine import read_machine
+from onchip.cli.progress import stepping
 
 LEAST_COSINE = 0.99999
 
@@ -79,16 +79,7 @@ def _show_lengths(console: Console, tokens: list[int], setting: Setting, output:
         )
     rows: list[Row] = []
     start = time.perf_counter()
-    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:>3.0f}%"))
-    with Progress(*columns, TimeElapsedColumn(), console=console, transient=True) as progress:
-        task = progress.add_task("", total=steps(tokens))
-        begun = 0
-
-        def step(description: str) -> None:
-            nonlocal begun
-            progress.update(task, description=description, completed=begun)
-            begun += 1
-
+    with stepping(console, steps(tokens)) as step:
         rows.extend(run_lengths(setting, tokens, step))
     console.print(_table(rows))
     for row in rows:

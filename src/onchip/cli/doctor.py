@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 import onchip
@@ -19,6 +18,7 @@ from onchip._version import __version__
 from onchip.bench.ceilings import Ceilings, NotMeasured, measure, steps
 from onchip.bench.demo.reference import reference_attention
 from onchip.bench.machine import installed_version, read_machine
+from onchip.cli.progress import stepping
 from onchip.dispatch import schedules
 from onchip.model.hardware import Figure, Hardware, measured_path, write_measured
 
@@ -163,16 +163,7 @@ def run_measure(*, device: str | None, as_json: bool) -> int:
 
 
 def _measure(console: Console, device: torch.device) -> Ceilings:
-    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:>3.0f}%"))
-    with Progress(*columns, TimeElapsedColumn(), console=console, transient=True) as progress:
-        task = progress.add_task("", total=steps(device))
-        begun = 0
-
-        def step(description: str) -> None:
-            nonlocal begun
-            progress.update(task, description=description, completed=begun)
-            begun += 1
-
+    with stepping(console, steps(device)) as step:
         return measure(device, step)
 
 

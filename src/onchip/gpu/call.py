@@ -25,6 +25,7 @@ from onchip.lowering import Node, parse
 from onchip.problem import Problem
 from onchip.scores import sink_of
 from onchip.softmax import LOG2E
+from onchip.strides import empty_ordered
 from onchip.tile import rank4
 
 FARTHEST = 0x3FFFFFFF
@@ -60,6 +61,13 @@ def on_device(device: torch.device) -> AbstractContextManager[Any]:
     if device.type == "cpu" or device.index == torch.cuda.current_device():
         return nullcontext()
     return torch.cuda.device(device)
+
+
+def empty_results(problem: Problem, query: Tensor) -> tuple[Tensor, Tensor]:
+    """Out, in the stride order of the query, and LSE, both yet to be written."""
+    out = empty_ordered((*query.shape[:-1], problem.dim_v), query, query.dtype)
+    rows = (problem.heads_q, problem.length_q) if problem.layout == "packed" else query.shape[:-1]
+    return out, torch.empty(rows, dtype=torch.float32, device=query.device)
 
 
 class Tile(Protocol):

@@ -149,11 +149,12 @@ def _told_multiprocessors(device: torch.device) -> int:
 
 def device_name(device: torch.device) -> str:
     """The name of a CUDA device, or the model of the processor."""
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else _processor_name()
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else processor_name()
 
 
 @cache
-def _processor_name() -> str:
+def processor_name() -> str:
+    """The processor's model, such as "AMD EPYC 9654"; the machine type where the system does not tell."""
     try:
         text = Path("/proc/cpuinfo").read_text()
     except OSError:

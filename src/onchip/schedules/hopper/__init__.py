@@ -85,9 +85,5 @@ def kernels(problem: Problem, backward: bool, target: str | None) -> list[Kernel
 def workspace_bytes(problem: Problem) -> int:
     """Memory beyond inputs, outputs and gradients: a counter, and two numbers for each tile of rows."""
     from onchip.schedules.hopper.launch import Call, Order
-    from onchip.schedules.hopper.tiles import tile_of
 
-    tile = tile_of(max(problem.dim_qk, problem.dim_v), problem.length_k)
-    call = Call(problem)
-    order = Order(call, tile)
-    return 4 * (1 + (order.programs + 2 * order.total if call.again else 0))
+    return 4 * Order(Call(problem)).counters

@@ -20,7 +20,6 @@ Sources: Shah et al. 2024, FlashAttention-3, sections 3.1 and 3.2 (producer and 
 Dao 2023, FlashAttention-2, algorithm 1.
 """
 
-import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -33,12 +32,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from onchip.gpu.call import on_device
+from onchip.gpu.call import empty_results, on_device
 from onchip.gpu.parts import band_of, extent, find_slot, nearest
 from onchip.problem import Problem
 from onchip.schedules.hopper.launch import expressible, launch
 from onchip.schedules.hopper.names import copy_elements, load_tile, reinterpret, store_tile
-from onchip.strides import empty_ordered
 
 LOG2E = gl.constexpr(1.4426950408889634)
 LN2 = gl.constexpr(0.6931471805599453)
@@ -687,12 +685,7 @@ def forward_kernel(
 
 def forward(problem: Problem, query: Tensor, key: Tensor, value: Tensor, *, saves: bool) -> tuple[Tensor, Tensor]:
     """Out and LSE."""
-    out = empty_ordered((*query.shape[:-1], problem.dim_v), query, query.dtype)
-    lse = torch.empty(
-        (problem.heads_q, problem.length_q) if problem.layout == "packed" else query.shape[:-1],
-        dtype=torch.float32,
-        device=query.device,
-    )
+    out, lse = empty_results(problem, query)
     if out.numel() == 0:
         return out, lse
     query, key, value = expressible(query), expressible(key), expressible(value)

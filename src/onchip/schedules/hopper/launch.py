@@ -9,6 +9,7 @@ from torch import Tensor
 from triton.experimental.gluon.language import NVMMASharedLayout
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from onchip.gpu import FORWARD
 from onchip.gpu import call as gpu
 from onchip.gpu.call import power_of_two
 from onchip.model.hardware import multiprocessors
@@ -43,16 +44,19 @@ class Order:
     Attributes:
         tiles: of each head of a sequence; slots for all sequences, if packed.
         section: heads in a row whose tiles are taken before those of others.
+        counters: ints of workspace: the next tile, and, where tiles may be computed twice, a mark of each program and
+            for each tile its mark and the one that its program took before.
     """
 
-    def __init__(self, call: Call, tile: Tile) -> None:
+    def __init__(self, call: Call) -> None:
         problem = call.problem
-        self.tiles = call.count(problem.length_q, 1, tile.rows)
+        self.tiles = call.count(problem.length_q, 1, call.tile(FORWARD).rows)
         heads = problem.heads_q * (1 if call.packed else problem.batch)
         self.total = self.tiles * heads
         self.programs = min(multiprocessors(problem.device), self.total)
         of_a_head = problem.length_k * (problem.dim_qk + problem.dim_v) * problem.dtype.itemsize
         self.section = max(1, min(heads, SECTION_BYTES * problem.group // max(1, of_a_head)))
+        self.counters = 1 + (self.programs + 2 * self.total if call.again else 0)
 
 
 def width(dim: int) -> int:
@@ -84,11 +88,9 @@ def launch(
 ) -> tuple[int, tuple[Any, ...], dict[str, Any]]:
     """Programs, arguments and constants of the forward kernel."""
     call = Call(problem)
-    tile = tile_of(max(problem.dim_qk, problem.dim_v), problem.length_k)
-    order = Order(call, tile)
+    tile, order = call.tile(FORWARD), Order(call)
     block_d, block_dv = width(problem.dim_qk), width(problem.dim_v)
-    marks = order.programs + 2 * order.total if call.again else 0
-    work = torch.zeros(1 + marks, dtype=torch.int32, device=query.device)
+    work = torch.zeros(order.counters, dtype=torch.int32, device=query.device)
     change = call.semantics.change
     if key.numel() == 0:
         # nothing of them is read, but a descriptor stands on memory

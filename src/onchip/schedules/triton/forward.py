@@ -12,13 +12,12 @@ scaling, so that scores of any size compete exactly.
 Source: Dao 2023, FlashAttention-2, algorithm 1; Milakov and Gimelshein 2018, section 3.
 """
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from onchip.gpu import FORWARD
-from onchip.gpu.call import on_device
+from onchip.gpu.call import empty_results, on_device
 from onchip.gpu.parts import (
     LN2,
     LOG2E,
@@ -41,7 +40,6 @@ from onchip.gpu.parts import (
 )
 from onchip.problem import Problem
 from onchip.schedules.triton.launch import Call
-from onchip.strides import empty_ordered
 
 UNSPECIALIZED = [
     "low", "high", "low_aligned", "high_aligned", "batch", "heads", "length_q", "length_k", "tiles", "threshold",
@@ -235,12 +233,7 @@ def attend(
 
 def forward(problem: Problem, query: Tensor, key: Tensor, value: Tensor, *, saves: bool) -> tuple[Tensor, Tensor]:
     """Out and LSE."""
-    out = empty_ordered((*query.shape[:-1], problem.dim_v), query, query.dtype)
-    lse = torch.empty(
-        (problem.heads_q, problem.length_q) if problem.layout == "packed" else query.shape[:-1],
-        dtype=torch.float32,
-        device=query.device,
-    )
+    out, lse = empty_results(problem, query)
     if out.numel() == 0:
         return out, lse
     call = Call(problem)
