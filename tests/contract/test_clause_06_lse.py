@@ -59,3 +59,13 @@ def test_only_the_lse_enters_the_loss(schedule, device):
     torch.testing.assert_close(leaves[0].grad.double(), query.grad, rtol=1e-5, atol=1e-9)
     torch.testing.assert_close(leaves[1].grad.double(), key.grad, rtol=1e-5, atol=1e-9)
     assert leaves[2].grad is None or not leaves[2].grad.any()
+
+
+@pytest.mark.compiled
+@pytest.mark.parametrize("offset", [62, 63, 64, 127, 1151])
+def test_wherever_a_tile_meets_the_diagonal(offset, schedule, dtype):
+    """The first rows of a tile may see nothing of the block that holds the last row's diagonal, and all of the next."""
+    dims = (128, 128) if offset > 1024 else (16, 16)
+    problem = build(Spec(((70, 70 + offset),), heads=(1, 1), dims=dims, causal=True), dtype)
+    result = harness.check(problem, schedule)
+    assert result.lse.isfinite().all()
