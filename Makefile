@@ -51,10 +51,10 @@ compile-all: $(INSTALLED)
 WORKERS ?= 15
 GPU_PYTEST = PYTHONPATH=src $(PYTHON) -m pytest -n $(WORKERS) --dist loadgroup
 RECORDS ?= .
-SCHEDULES ?= triton chosen
+SCHEDULES ?= triton hopper chosen
 GPU_CONTRACT = $(GPU_PYTEST) tests/contract --device cuda $(addprefix --schedule ,$(SCHEDULES))
 
-# Some 8 minutes on 15 cores; with SCHEDULES="triton chosen tiled dense" longer. The contract on the device holds what
+# Some 8 minutes on 15 cores; with SCHEDULES="triton hopper chosen tiled dense" longer. The contract on the device holds what
 # test_covering_problems of tests/gpu asks.
 gpu-test:
 	failed=0; \

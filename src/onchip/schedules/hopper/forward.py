@@ -520,8 +520,8 @@ def attend(
             weights = exp2(s * factor - shift[:, None])
             l = partial_sums(weights)
             p = operand(weights, p_layout, DTYPE)
-            # blocks [begin, low), [low, high), [high, end): partial, full, and those that give rows their reference: from
-            # the block with the last column of the first row on, so that every row that sees something sees some there
+            # blocks [begin, low), [low, high), [high, end): partial, full, and those that give rows their reference:
+            # from that with the first row's last column on, so that every row that sees something sees some there
             high = gl.maximum(gl.minimum(first + most, length_k - 1), 0) // BK
             low = (gl.maximum(last + least, 0) + BK - 1) // BK
             high = gl.minimum(gl.maximum(high, begin), end - 1)
