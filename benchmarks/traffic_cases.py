@@ -120,12 +120,13 @@ def prepare(case: Case, device: torch.device) -> Prepared:
             shape = (case.batch, heads, case.length, case.dim)
         return torch.randn(shape, device=device).to(dtype)
 
-    inputs = tuple(tensor(heads).requires_grad_() for heads in (case.heads, heads_kv, heads_kv))
+    differentiable = len(directions(case)) > 1
+    inputs = tuple(tensor(heads).requires_grad_(differentiable) for heads in (case.heads, heads_kv, heads_kv))
     arguments: dict[str, Any] = {"causal": case.causal}
     if case.window is not None:
         arguments["window"] = (case.window, 0)
     if case.alibi:
-        slopes = torch.rand(case.heads, device=device).requires_grad_()
+        slopes = torch.rand(case.heads, device=device).requires_grad_(differentiable)
         arguments["score"] = (scores.alibi(slopes),)
     offsets = None
     if case.sequences is not None:
@@ -191,7 +192,7 @@ def runs(case: Case, device: torch.device) -> bool:
 
 
 def calls(case: Case, prepared: Prepared) -> dict[str, Callable[[], object]]:
-    """A call for each direction; the forward as in training, where the LSE is saved."""
+    """A call for each direction; the forward as in training, unless its schedule has no gradients."""
     out = prepared.attend(*prepared.inputs)
     both: dict[str, Callable[[], object]] = {
         "forward": lambda: prepared.attend(*prepared.inputs),

@@ -22,9 +22,7 @@ from tests.machine import moved
 from tests.oracle import Problem, Result
 from tests.problems import RAGGED, Spec, build, cumulative, named
 
-SCHEDULES = ("triton",)
-
-pytestmark = [pytest.mark.gpu, pytest.mark.parametrize("schedule", SCHEDULES)]
+pytestmark = [pytest.mark.gpu, pytest.mark.parametrize("schedule", [None, "triton"], ids=["chosen", "triton"])]
 
 
 @pytest.fixture

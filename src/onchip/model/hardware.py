@@ -126,9 +126,11 @@ def planned(hardware: Hardware | None) -> Iterator[None]:
 
 def capability_of(device: torch.device) -> tuple[int, int]:
     """CUDA's compute capability of a device, or of the hardware that is planned for; (0, 0) of another maker's."""
-    hardware = _PLANNED.get()
+    # a compiler cannot read the variable; it folds what follows into its graph
+    hardware = None if torch.compiler.is_compiling() else _PLANNED.get()
     if hardware is None:
-        return torch.cuda.get_device_capability(device)
+        properties = torch.cuda.get_device_properties(device)
+        return properties.major, properties.minor
     number = (hardware.architecture or "").removeprefix("sm_")
     return divmod(int(number), 10) if number.isdigit() else (0, 0)
 
