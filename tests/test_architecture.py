@@ -17,7 +17,7 @@ LAYERS = [
     {"errors", "_version", "tile", "strides", "products", "functions"},
     {"lowering", "philox", "softmax", "checks", "states"},
     {"masks", "problem"},
-    {"scores", "normal_form"},
+    {"scores", "normal_form", "nested"},
     {"segments"},
     {"choices"},
     {"model"},
@@ -25,7 +25,8 @@ LAYERS = [
     {"schedules"},
     {"dispatch"},
     {"ops"},
-    {"attention"},
+    {"sharding"},
+    {"attention", "rotary"},
     {"integrations", "compat"},
     {"onchip"},  # the public names, in __init__.py
     {"bench"},
@@ -36,7 +37,7 @@ LAYER_OF = {name: number for number, names in enumerate(LAYERS) for name in name
 
 PUBLIC = {
     "attention", "attention_with_lse", "attention_varlen", "attention_varlen_with_lse", "Output", "plan", "plan_varlen",
-    "Plan", "masks", "scores", "Unsupported", "checked", "replace_sdpa", "__version__",
+    "Plan", "masks", "scores", "rotary", "Unsupported", "checked", "replace_sdpa", "__version__",
 }  # fmt: skip
 
 ARGUMENTS = [
@@ -44,8 +45,8 @@ ARGUMENTS = [
 ]  # fmt: skip
 
 
-# Schedules that the first call of a GPU imports.
-LATE = (("schedules", "triton"), ("schedules", "hopper"))
+# What the first call of a GPU imports.
+LATE = (("schedules", "triton"), ("schedules", "hopper"), ("rotary", "kernel"))
 
 
 def modules():

@@ -14,3 +14,4 @@ from onchip.dispatch import Plan as Plan
 from onchip.errors import Unsupported as Unsupported
 from onchip.integrations.sdpa import replace_sdpa as replace_sdpa
 from onchip.ops import checked as checked
+from onchip.rotary import rotary as rotary

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from onchip import dispatch, masks, ops
+from onchip import dispatch, masks, nested, ops, sharding
 from onchip.dispatch import Plan, ScheduleName
 from onchip.masks import Mask
 from onchip.ops import autocasts
@@ -47,7 +47,9 @@ def attention(
     Args:
         query: (batch, heads_q, length_q, dim_qk), float16, bfloat16, float32 or float64, any strides.
         key: (batch, heads_kv, length_k, dim_qk); heads_q is a multiple of heads_kv.
-        value: (batch, heads_kv, length_k, dim_v).
+        value: (batch, heads_kv, length_k, dim_v). All three may be jagged nested tensors, (batch, heads, j, dim): the
+            call is then `attention_varlen` on their values, and the result is jagged over the query's offsets. Or all
+            three may be DTensors sharded over batch or heads; so is the result then.
         causal: a query sees the keys up to its diagonal, aligned to the **bottom right**: the last query sees the last
             key. `F.scaled_dot_product_attention(is_causal=True)` aligns to the top left; that is
             `mask=masks.causal("top-left")`. The two agree where the lengths do.
@@ -76,6 +78,22 @@ def attention(
         ready = _ready(query, key, value, causal, scale, dropout_p, deterministic, schedule, False)
         if ready is not None:
             return ops.run_directly(ready, query, key, value)[0]
+    if nested.is_given(query, key, value):
+        packed = nested.unpack(query, key, value, mask, lengths)
+        out = attention_varlen(
+            *packed.inputs,
+            causal=causal,
+            window=window,
+            mask=mask,
+            score=score,
+            lengths=packed.lengths,
+            scale=scale,
+            dropout_p=dropout_p,
+            dropout_seed=dropout_seed,
+            deterministic=deterministic,
+            schedule=schedule,
+        )
+        return packed.jagged(out)
     query, key, value = _autocast(query, key, value)
     check_inputs(query, key, value, packed=False)
     problem = _bind(
@@ -96,7 +114,7 @@ def attention(
         schedule,
         False,
     )
-    return ops.run(problem, query, key, value)[0]
+    return _run(problem, query, key, value)[0]
 
 
 def attention_with_lse(
@@ -127,6 +145,22 @@ def attention_with_lse(
         ready = _ready(query, key, value, causal, scale, dropout_p, deterministic, schedule, True)
         if ready is not None:
             return Output(*ops.run_directly(ready, query, key, value))
+    if nested.is_given(query, key, value):
+        packed = nested.unpack(query, key, value, mask, lengths)
+        out, lse = attention_varlen_with_lse(
+            *packed.inputs,
+            causal=causal,
+            window=window,
+            mask=mask,
+            score=score,
+            lengths=packed.lengths,
+            scale=scale,
+            dropout_p=dropout_p,
+            dropout_seed=dropout_seed,
+            deterministic=deterministic,
+            schedule=schedule,
+        )
+        return Output(packed.jagged(out), packed.jagged_lse(lse))
     query, key, value = _autocast(query, key, value)
     check_inputs(query, key, value, packed=False)
     problem = _bind(
@@ -147,7 +181,7 @@ def attention_with_lse(
         schedule,
         True,
     )
-    return Output(*ops.run(problem, query, key, value))
+    return Output(*_run(problem, query, key, value))
 
 
 def attention_varlen(
@@ -204,7 +238,7 @@ def attention_varlen(
         schedule,
         False,
     )
-    return ops.run(problem, query, key, value)[0]
+    return _run(problem, query, key, value)[0]
 
 
 def attention_varlen_with_lse(
@@ -252,7 +286,7 @@ def attention_varlen_with_lse(
         schedule,
         True,
     )
-    return Output(*ops.run(problem, query, key, value))
+    return Output(*_run(problem, query, key, value))
 
 
 def plan(
@@ -278,6 +312,21 @@ def plan(
 
     Arguments and errors are those of `attention`.
     """
+    if nested.is_given(query, key, value):
+        packed = nested.unpack(query, key, value, mask, lengths)
+        return plan_varlen(
+            *packed.inputs,
+            causal=causal,
+            window=window,
+            mask=mask,
+            score=score,
+            lengths=packed.lengths,
+            scale=scale,
+            dropout_p=dropout_p,
+            dropout_seed=dropout_seed,
+            deterministic=deterministic,
+            schedule=schedule,
+        )
     query, key, value = _autocast(query, key, value)
     check_inputs(query, key, value, packed=False)
     problem = _bind(
@@ -368,6 +417,7 @@ def _ready(
     """A plain call's problem and schedules, found at the first call with these facts; None where more must be asked."""
     if (
         ops.is_observed(query, key, value)
+        or query.is_nested
         or autocasts(query.device)
         or (causal is not False and causal is not True)
         or (scale is not None and type(scale) is not float)
@@ -394,6 +444,12 @@ def _ready(
             _READY.clear()
         _READY[facts] = ready
     return ready
+
+
+def _run(problem: Problem, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    if sharding.is_given(query, key, value):
+        return sharding.run(problem, query, key, value)
+    return ops.run(problem, query, key, value)
 
 
 def _autocast(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -45,6 +45,11 @@ class Traced:
         """The same function over other captured tensors."""
         return Traced(self.name, tuple(tensors))
 
+    def reads(self, place: int) -> bool:
+        """Whether the result depends on the input at a place of the function's own arguments."""
+        inputs = [node for node in _GRAPHS[self.name].graph.nodes if node.op == "placeholder"]  # type: ignore[attr-defined]
+        return bool(inputs[place].users)
+
 
 @dataclass(frozen=True, eq=False)
 class Untraced:
@@ -59,6 +64,9 @@ class Untraced:
 
     def over(self, tensors: Sequence[Tensor]) -> Untraced:
         return self
+
+    def reads(self, place: int) -> bool:
+        return True
 
 
 def trace(fn: Callable[..., Tensor], *, takes_score: bool, dtype: torch.dtype = torch.float32) -> Traced | Untraced:

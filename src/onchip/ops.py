@@ -61,8 +61,13 @@ def checked() -> Iterator[None]:
 
 def check_values(problem: Problem) -> None:
     """Validate lengths and offsets where they can be read for free, or on request."""
-    if problem.device.type == "cpu" or _CHECKED.get():
+    if reads_values(problem.device):
         problem.check_values()
+
+
+def reads_values(device: torch.device) -> bool:
+    """Whether values on the device are validated: where they can be read for free, or on request."""
+    return device.type == "cpu" or _CHECKED.get()
 
 
 def autocasts(device: torch.device) -> bool:

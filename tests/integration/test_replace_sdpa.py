@@ -415,19 +415,36 @@ def test_torch_function_mode(calls, mask):
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-@pytest.mark.parametrize("layout", [torch.jagged, torch.strided])
-def test_nested_tensors_go_to_torch(calls, layout):
-    if layout == torch.jagged:
-        parts = [torch.randn(3, 2, 4), torch.randn(5, 2, 4)]
-        nested = torch.nested.nested_tensor(parts, layout=layout).transpose(1, 2)
-    else:
-        nested = torch.nested.nested_tensor([torch.randn(2, 3, 4), torch.randn(2, 5, 4)])
+def test_strided_nested_tensors_go_to_torch(calls):
+    nested = torch.nested.nested_tensor([torch.randn(2, 3, 4), torch.randn(2, 5, 4)])
     expected = F.scaled_dot_product_attention(nested, nested, nested)
     with onchip.replace_sdpa():
         actual = F.scaled_dot_product_attention(nested, nested, nested)
     assert not calls
     for ours, theirs in zip(actual.unbind(), expected.unbind(), strict=True):
         torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_jagged_nested_tensors(calls, is_causal):
+    """Each sequence by itself, causal from the top left; with a mask or a fifth dimension PyTorch decides."""
+    lengths, lengths_k = (3, 5, 1), (4, 5, 2)
+    query, key = (
+        torch.nested.nested_tensor([torch.randn(n, 2, 4) for n in each], layout=torch.jagged, requires_grad=True)
+        for each in (lengths, lengths_k)
+    )
+    with onchip.replace_sdpa():
+        heads, heads_k = query.transpose(1, 2), key.transpose(1, 2)
+        out = F.scaled_dot_product_attention(heads, heads_k, heads_k, is_causal=is_causal, scale=0.3)
+    assert len(calls) == 1
+    gradients = torch.autograd.grad(out.values().square().sum(), (query, key))
+    parts = [[part.detach().requires_grad_() for part in tensor.unbind()] for tensor in (query, key)]
+    pairs = [(q.transpose(0, 1), k.transpose(0, 1)) for q, k in zip(*parts, strict=True)]
+    expected = [F.scaled_dot_product_attention(q, k, k, is_causal=is_causal, scale=0.3) for q, k in pairs]
+    due = torch.autograd.grad(sum(part.square().sum() for part in expected), parts[0] + parts[1])
+    torch.testing.assert_close(list(out.unbind()), expected)
+    torch.testing.assert_close([part for gradient in gradients for part in gradient.unbind()], list(due))
 
 
 def test_meta_tensors():

@@ -53,8 +53,9 @@ class replace_sdpa(ContextDecorator):
     Three things differ from PyTorch. A row that sees no key gives zeros on every device. Dropout draws another mask
     from the same generator, one that backward replays. `torch.nn.attention.sdpa_kernel` chooses nothing here.
 
-    Nested and sparse tensors, and tensors without a head or with a head dim of 0, go to PyTorch's own function. Tensor
-    subclasses and modes that define `__torch_function__` receive the replacement as the function.
+    Jagged nested tensors (batch, heads, j, dim) without a mask run on onchip. Other nested and sparse tensors, and
+    tensors without a head or with a head dim of 0, go to PyTorch's own function. Tensor subclasses and modes that
+    define `__torch_function__` receive the replacement as the function.
 
     Args:
         schedule: the name of the schedule that must run, as in `onchip.attention`; None chooses.
@@ -139,6 +140,9 @@ def _replacement(schedule: ScheduleName | None) -> SDPA:
         enable_gqa: bool = False,
     ) -> Tensor:
         if _unstructured(query) or _unstructured(key) or _unstructured(value):
+            if _attends_jagged(query, key, value, attn_mask, enable_gqa):
+                diagonal = masks.causal(diagonal="top-left") if is_causal else None
+                return attention(query, key, value, mask=diagonal, scale=scale, dropout_p=dropout_p, schedule=schedule)
             return _torch_sdpa(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
         if has_torch_function_variadic(query, key, value, None if _is_causal_bias(attn_mask) else attn_mask):
             return handle_torch_function(
@@ -162,6 +166,18 @@ def _replacement(schedule: ScheduleName | None) -> SDPA:
 
 def _unstructured(tensor: Any) -> bool:
     return isinstance(tensor, Tensor) and (tensor.is_nested or tensor.layout is not torch.strided)
+
+
+def _attends_jagged(query: Any, key: Any, value: Any, attn_mask: Any, enable_gqa: bool) -> bool:
+    """Whether the three are jagged tensors (batch, heads, j, dim) that mean the same to onchip."""
+    return attn_mask is None and all(
+        isinstance(tensor, Tensor)
+        and tensor.layout is torch.jagged
+        and tensor.dim() == 4
+        and tensor._ragged_idx == 2  # type: ignore[attr-defined]
+        and (enable_gqa or tensor.shape[1] == query.shape[1])
+        for tensor in (query, key, value)
+    )
 
 
 def _is_causal_bias(mask: Any) -> bool:

@@ -11,11 +11,10 @@ from torch import Tensor
 from onchip.masks import causality
 from onchip.problem import Problem
 from onchip.schedules.aten.forward import cleaned
+from onchip.schedules.aten.kernel import flash_backward
 from onchip.schedules.aten.tiles import blocks, folds, scales_exactly, widened
 from onchip.segments import segments
 from onchip.strides import laid_out
-
-_flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 
 
 def backward(
@@ -127,7 +126,7 @@ def _differentiate(
         batch, heads = query.shape[:2]
         inputs = [part.reshape(batch * heads, 1, *part.shape[2:]) for part in inputs]
         lse = lse.reshape(batch * heads, 1, -1)
-    found = _flash_backward(*inputs, lse, 0.0, causal, attn_mask=added, scale=scale)
+    found = flash_backward(*inputs, lse, 0.0, causal, attn_mask=added, scale=scale)
     if fold:
         found = tuple(part.unflatten(0, (batch, heads)).squeeze(2) for part in found)
     if dims[0] == dims[2] == found[0].shape[-1]:

@@ -13,6 +13,7 @@ from torch import Tensor
 from onchip.choices import has_bfloat16_tiles
 from onchip.masks import causality
 from onchip.problem import Problem
+from onchip.schedules.aten.kernel import flash
 from onchip.schedules.aten.tiles import Block, blocks, folds, scales_exactly, widened
 from onchip.scores import Bias
 from onchip.segments import segments
@@ -20,8 +21,6 @@ from onchip.strides import empty_ordered, is_ordered
 
 PIECE = 2**18
 """Numbers of a query that is converted or scaled at a time: what is written for it then stays in the caches."""
-
-_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 
 
 def forward(
@@ -161,8 +160,8 @@ def _attend(
     if added is None and folds(query, key):
         batch, heads, rows, dim = query.shape
         inputs = (part.reshape(batch * heads, 1, *part.shape[2:]) for part in (query, key, value))
-        out, lse = _flash(*inputs, 0.0, causal, attn_mask=None, scale=scale)
+        out, lse = flash(*inputs, 0.0, causal, attn_mask=None, scale=scale)
         out, lse = out.view(batch, heads, rows, dim), lse.view(batch, heads, rows)
     else:
-        out, lse = _flash(query, key, value, 0.0, causal, attn_mask=added, scale=scale)
+        out, lse = flash(query, key, value, 0.0, causal, attn_mask=added, scale=scale)
     return (out if dim_v == out.shape[-1] else out[..., :dim_v]), lse
