@@ -125,10 +125,23 @@ def test_the_record_agrees_with_the_model():
             name = f"{case['name']}, {case['direction']}, {item['kernel']}"
             # of little, a good part is still in the cache of 60 MB
             slack = 0.01 if case["contender"] == "standard" else 0.1 if item["once_bytes"] > 1.2e8 else 0.2
-            assert abs(device / item["once_bytes"] - 1) <= slack, name
+            # Hopper's sections of keys and values do not stay in that cache
+            most = 3.2 if case["contender"] == "hopper" else 1 + slack
+            assert 1 - slack <= device / item["once_bytes"] <= most, name
             assert 0.6 <= l2 / item["asked_bytes"] <= 1.07, name
             ours += case["contender"] != "standard"
-    assert ours >= 30
+    assert ours >= 55
+
+
+def test_small_sections_leave_device_memory_every_tensor_once():
+    """What docs/io.md says of Hopper's forward with sections of 8 MiB."""
+    record = json.loads((RECORDS / "traffic-sections-8-mib.json").read_text())
+    assert len(record["cases"]) == 6
+    for case in record["cases"]:
+        (expected,) = case["expected"]
+        (kernel,) = (kernel for kernel in case["kernels"] if kernel["kernel"] == expected["kernel"])
+        moved = kernel["device_read_bytes"] + kernel["device_written_bytes"]
+        assert 1 <= moved / expected["once_bytes"] <= 1.02, case["name"]
 
 
 def test_show_prints_every_record_and_draws_the_sweep(traffic, tmp_path):
