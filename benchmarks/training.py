@@ -1,7 +1,7 @@
 """Train a GPT the size of GPT-2's smallest with onchip's attention and with others: `python benchmarks/training.py`.
 
-For every context: tokens per second of a step (forward, backward, AdamW), its peak memory, and what share of it
-attention takes. Then the losses of the first steps from one seed. `show` prints the record again.
+For every context: tokens per second of a step (forward, backward, clipping, AdamW), its peak memory, and what share of
+it attention takes. Then the losses of the first steps from one seed. `show` prints the record again.
 """
 
 from __future__ import annotations
@@ -23,9 +23,12 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 from training_cases import (
+    BETAS,
+    LARGEST_NORM,
     OTHERS,
     OURS,
     RATE,
+    RISE,
     SEED,
     VOCABULARY,
     Case,
@@ -105,7 +108,7 @@ def measure(
     text = read_text(None, 1 + max(curve_context, *(one.shape.context for one in cases)))
     record = stamp("training", str(where))
     record["protocol"] = {
-        "step": "forward, backward and AdamW, not compiled; weights float32, products by autocast",
+        "step": "forward, backward, clipping and AdamW, not compiled; weights float32, products by autocast",
         "peak_bytes": "of a step, above the weights and AdamW's two moments",
         "attention": f"median of {SHARES} steps with marks around every attention",
     }
@@ -184,7 +187,8 @@ def measure_curves(
         return losses(case, attends[name], text, steps, device)
 
     found = _each(attends, curve, failures, device)
-    return {"case": case, "rate": RATE, "seed": SEED, "losses": found, "failures": failures}
+    recipe = {"rate": RATE, "rise": RISE, "betas": BETAS, "largest_norm": LARGEST_NORM, "seed": SEED}
+    return {"case": case, **recipe, "losses": found, "failures": failures}
 
 
 def _each(

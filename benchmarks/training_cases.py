@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.utils import clip_grad_norm_
 
 import onchip
 from onchip.audit.gpt import ATTENTIONS, GPT, Attend, Shape, next_byte_loss
@@ -20,6 +21,9 @@ from onchip.audit.text import Text, draw_windows
 OURS = "onchip"
 SEED = 0
 RATE = 3e-4
+BETAS, LARGEST_NORM, RISE = (0.9, 0.95), 1.0, 0.2
+"""A recipe that is stable: GPT-3's moments and clipping (Brown et al. 2020, appendix B), and the share of the steps over
+which the rate rises. Without them the losses jump, and by how much tells nothing of an attention."""
 VOCABULARY = 50304
 """GPT-2's 50257 tokens, padded to a multiple of 128. The text is bytes, but a step then costs what GPT-2's costs: with
 256 logits a token, attention would have a larger share of it than in a model that anybody trains."""
@@ -85,9 +89,9 @@ class Training:
     def __init__(self, case: Case, device: torch.device) -> None:
         self.case, self.device = case, device
         self.model = GPT(case.shape, seed=SEED).to(device)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=RATE, fused=device.type == "cuda")
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=RATE, betas=BETAS, fused=device.type == "cuda")
 
-    def step(self, attend: Attend, windows: Tensor) -> Tensor:
+    def step(self, attend: Attend, windows: Tensor, rate: float = RATE) -> Tensor:
         """Forward, backward and AdamW on (batch, context + 1) bytes; the loss, which is not waited for."""
         blocks: Any = self.model.blocks
         for block in blocks:
@@ -97,6 +101,8 @@ class Training:
             loss = next_byte_loss(self.model, windows)
         self.optimizer.zero_grad()
         loss.backward()
+        clip_grad_norm_(self.model.parameters(), LARGEST_NORM)
+        self.optimizer.param_groups[0]["lr"] = rate
         self.optimizer.step()
         return loss.detach()
 
@@ -109,7 +115,9 @@ def draw(case: Case, text: Text, generator: torch.Generator, device: torch.devic
 def losses(case: Case, attend: Attend, text: Text, steps: int, device: torch.device) -> list[float]:
     """The loss of each of so many steps, in nats per byte: the same weights and windows for every attention."""
     training, generator = Training(case, device), torch.Generator().manual_seed(SEED)
-    return torch.stack([training.step(attend, draw(case, text, generator, device)) for _ in range(steps)]).tolist()
+    rates = [RATE * min(1.0, (step + 1) / (RISE * steps)) for step in range(steps)]
+    found = [training.step(attend, draw(case, text, generator, device), rate) for rate in rates]
+    return torch.stack(found).tolist()
 
 
 # Attention's share of a step

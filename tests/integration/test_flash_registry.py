@@ -48,8 +48,12 @@ def leaves(*shapes: tuple, dtype: torch.dtype = torch.float32) -> list[Tensor]:
 def attend(inputs: list[Tensor], backend: SDPBackend, **options) -> tuple[Tensor, ...]:
     with sdpa_kernel(backend):
         out = F.scaled_dot_product_attention(*inputs, **options)
-    incoming = torch.linspace(-1, 1, out.numel(), dtype=torch.float64).view_as(out).to(out.dtype)
-    return (out, *torch.autograd.grad(out, inputs, incoming))
+    return (out, *torch.autograd.grad(out, inputs, incoming_of(out)))
+
+
+def incoming_of(out: Tensor) -> Tensor:
+    """The gradient that comes back to an output."""
+    return torch.linspace(-1, 1, out.numel(), dtype=torch.float64, device=out.device).view_as(out).to(out.dtype)
 
 
 def check(inputs: list[Tensor], **options) -> None:
@@ -310,8 +314,7 @@ def test_dropout_on_cuda(problems, active):
     actual = attend(inputs, SDPBackend.FLASH_ATTENTION, dropout_p=0.25)
     assert len(problems) == 2 and torch.equal(problems[0].seed.flatten(), problems[1].seed.flatten())
     out = onchip.attention(*inputs, dropout_p=0.25, dropout_seed=problems[0].seed)
-    incoming = torch.linspace(-1, 1, out.numel(), dtype=torch.float64).view_as(out).to(out.dtype)
-    expected = (out, *torch.autograd.grad(out, inputs, incoming.cuda()))
+    expected = (out, *torch.autograd.grad(out, inputs, incoming_of(out)))
     torch.testing.assert_close(actual, expected, rtol=2e-2, atol=2e-2)
 
 
