@@ -22,8 +22,8 @@ OURS = "onchip"
 SEED = 0
 RATE = 3e-4
 BETAS, LARGEST_NORM, RISE = (0.9, 0.95), 1.0, 0.2
-"""A recipe that is stable: GPT-3's moments and clipping (Brown et al. 2020, appendix B), and the share of the steps over
-which the rate rises. Without them the losses jump, and by how much tells nothing of an attention."""
+"""A recipe that is stable: GPT-3's moments and clipping (Brown et al. 2020, appendix B), and the share of the steps
+over which the rate rises. Without them the losses jump, and by how much tells nothing of an attention."""
 VOCABULARY = 50304
 """GPT-2's 50257 tokens, padded to a multiple of 128. The text is bytes, but a step then costs what GPT-2's costs: with
 256 logits a token, attention would have a larger share of it than in a model that anybody trains."""

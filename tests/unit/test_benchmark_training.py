@@ -75,7 +75,6 @@ def test_a_small_run_is_recorded_and_shown_again(training, no_child, tmp_path):
     assert list(losses) == names and [len(values) for values in losses.values()] == [12] * 4
     for values in losses.values():
         assert values == pytest.approx(losses["eager"], abs=1e-4) and values[-1] < values[0]
-    assert losses["onchip"] != losses["eager"]
     assert "3" in printed and "sdpa_cudnn at context 32 failed: RuntimeError" in printed
     assert "12 steps from one seed at context 8" in printed
 
@@ -139,6 +138,13 @@ def test_the_marks_change_no_bit(cases):
     cases.attention_share(marked, attend, windows)
     for left, right in zip(plain.model.parameters(), marked.model.parameters(), strict=True):
         assert torch.equal(left, right)
+
+
+def test_each_curve_is_of_its_own_attention(training, cases, monkeypatch):
+    monkeypatch.setattr(training, "losses", lambda case, attend, text, steps, device: [attend] * steps)
+    attends = cases.contenders()
+    found = training.measure_curves(small_case(cases), attends, None, 2, CPU)
+    assert found["losses"] == {name: [attend] * 2 for name, attend in attends.items()} and not found["failures"]
 
 
 def test_every_contender_starts_from_the_same_weights_and_windows(cases):
