@@ -83,7 +83,7 @@ def test_a_resumed_run_has_the_losses_of_one_without_a_break(tmp_path, monkeypat
     def interrupted(self):
         right(self)
         if self.steps_done == interrupted_after:
-            os.kill(os.getpid(), signal.SIGINT)
+            signal.raise_signal(signal.SIGINT)
 
     with monkeypatch.context() as patch:
         patch.setattr(trainer, "step", interrupted)
@@ -99,8 +99,8 @@ def test_a_resumed_run_has_the_losses_of_one_without_a_break(tmp_path, monkeypat
 
 def test_a_second_interrupt_ends_at_once(monkeypatch):
     def impatient(self):
-        os.kill(os.getpid(), signal.SIGINT)
-        os.kill(os.getpid(), signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
 
     before = signal.getsignal(signal.SIGINT)
     monkeypatch.setattr(module("gpt_training").Trainer, "step", impatient)
