@@ -99,7 +99,8 @@ def weights(problem, schedule, **overrides):
     sequences = list(problem.sequences())
     columns = max(sequence.length_k for sequence in sequences)
     value = problem.leaves["value"]
-    one_hot = value.new_zeros(*value.shape[:-1], max(columns, 1))
+    # a multiple of 8, which no schedule declines
+    one_hot = value.new_zeros(*value.shape[:-1], max(-(-columns // 8) * 8, 8))
     for sequence in sequences:
         diagonal = torch.eye(sequence.length_k, one_hot.shape[-1], dtype=value.dtype)
         if problem.packed:

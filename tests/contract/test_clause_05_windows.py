@@ -11,6 +11,7 @@ from tests.machine import sized
 from tests.problems import Spec, build
 
 SIDES = (None, 0, 1, 3, 200)
+EACH_DTYPE = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=lambda dtype: str(dtype)[6:])
 LENGTHS = ((8, 8), (5, 9), (9, 5), (1, 7), sized((129, 100), (35, 20)))
 
 
@@ -39,12 +40,11 @@ def test_window_argument_is_bottom_right(left, right, schedule):
     ["bottom-right", "top-left", -3, 0, 12, torch.tensor([4, -2])],
     ids=["bottom", "top", "-3", "0", "12", "tensor"],
 )
-def test_window_mask_follows_its_diagonal(diagonal, schedule):
+@EACH_DTYPE
+def test_window_mask_follows_its_diagonal(diagonal, dtype, schedule):
     for length_q, length_k in LENGTHS:
         for left, right in ((2, 1), (None, 0), (0, None)):
-            problem = replace(
-                build(Spec(((length_q, length_k),) * 2), torch.float32), mask=Window(left, right, diagonal)
-            )
+            problem = replace(build(Spec(((length_q, length_k),) * 2), dtype), mask=Window(left, right, diagonal))
             for number, weights in enumerate(harness.weights(problem, schedule)):
                 offset = {"bottom-right": length_k - length_q, "top-left": 0}.get(str(diagonal), diagonal)
                 offset = int(offset[number]) if isinstance(offset, torch.Tensor) else offset
@@ -53,9 +53,10 @@ def test_window_mask_follows_its_diagonal(diagonal, schedule):
 
 
 @pytest.mark.parametrize("layout", ["padded", "packed"])
-def test_windows_follow_the_lengths_of_each_sequence(layout, schedule):
+@EACH_DTYPE
+def test_windows_follow_the_lengths_of_each_sequence(layout, dtype, schedule):
     lengths = ((20, 33), (33, 20), (1, 9))
-    problem = build(Spec(lengths, layout=layout, window=(4, 2)), torch.float32)
+    problem = build(Spec(lengths, layout=layout, window=(4, 2)), dtype)
     for (length_q, length_k), weights in zip(lengths, harness.weights(problem, schedule), strict=True):
         expected = formula(length_q, length_k, 4, 2, length_k - length_q)
         assert torch.equal(weights != 0, expected.expand_as(weights))
