@@ -1,35 +1,35 @@
 """Time onchip against other attention on this GPU: `python benchmarks/gpu.py`.
 
 Every case is timed in interleaved rounds, all contenders in one process. Its record goes into one JSON file, from
-which `--show` prints the table again.
+which `--show` prints the table again. `--goals NAME` measures what a schedule is to reach instead of the plain table,
+and prints the goals beside it (docs/benchmarks.md).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated
 
 import torch
 import typer
 from common import application, make_console, read_records, say
-from gpu_cases import OTHERS, OURS, Case, Make, cases, contenders, prepare
-from rich.box import SIMPLE_HEAD
-from rich.console import Console
-from rich.table import Table
+from gpu_calls import time_case
+from gpu_cases import DTYPES, Case, cases
+from gpu_contenders import INSTALLED, OTHERS, OURS, PEERS
+from gpu_goals import Goals
+from gpu_rows import TABLES
+from gpu_runs import Run, chosen_goals, estimates, file_pattern, goals_run, plain_run
 
 from onchip.bench.machine import Machine, read_machine
 from onchip.bench.protocol import DIRECTIONS, Record, default_directory
-from onchip.bench.timing import compare
 from onchip.dispatch import schedules
 
-SUITE = "gpu"
 # So many that four contenders have had every place equally often, in both directions.
 ROUNDS = 16
-WARMUP = 3
-WIDTH = 98
-DTYPES = {"bfloat16": "", "float16": " fp16", "float32": " fp32"}
-FAILURES_SHOWN = 4
+GOAL_ROUNDS = 8
+WIDTH, GOALS_WIDTH = 98, 112
+TIMED_DIRECTIONS, DIMS, LENGTHS, TIMED_DTYPES = "forward,backward", "64,128", "2048,8192", "bfloat16"
 RECORDS = Path("benchmarks/results/nvidia-h200")
 """Whose records `--show` prints on a machine without a GPU."""
 
@@ -39,48 +39,86 @@ app = application()
 @app.command()
 def gpu(
     schedule: Annotated[
-        list[str] | None, typer.Option(metavar="NAME", help="A schedule of onchip; repeatable (default: triton).")
+        list[str] | None,
+        typer.Option(metavar="NAME", help="A schedule of onchip; repeatable (default: triton, or that of the goals)."),
     ] = None,
-    directions: Annotated[str, typer.Option(help=f"Of {', '.join(DIRECTIONS)}.")] = "forward,backward",
-    dims: Annotated[str, typer.Option(help="Head dims.")] = "64,128",
-    lengths: Annotated[str, typer.Option(help="Lengths; the batch makes them 16384 tokens.")] = "2048,8192",
-    dtypes: Annotated[str, typer.Option(help=f"Of {', '.join(DTYPES)}.")] = "bfloat16",
+    directions: Annotated[str, typer.Option(help=f"Of {', '.join(DIRECTIONS)}.")] = TIMED_DIRECTIONS,
+    dims: Annotated[str, typer.Option(help="Head dims.")] = DIMS,
+    lengths: Annotated[str, typer.Option(help="Lengths; the batch makes them 16384 tokens.")] = LENGTHS,
+    dtypes: Annotated[str, typer.Option(help=f"Of {', '.join(DTYPES)}.")] = TIMED_DTYPES,
+    goals: Annotated[
+        str, typer.Option(metavar="NAME", help=f"Measure goals instead of the plain table: {', '.join(TABLES)}.")
+    ] = "",
+    rows: Annotated[str, typer.Option(help="Rows of the goals, by key; --estimate lists them (default: all).")] = "",
     only: Annotated[
         str, typer.Option(metavar="TEXT", help="Only cases whose name, as the progress shows it, contains this.")
     ] = "",
-    peers: Annotated[bool, typer.Option("--peers", help="Also FlashAttention 3 and 4, where installed.")] = False,
+    peers: Annotated[
+        bool, typer.Option("--peers", help="Also FlashAttention 3 and 4, where installed; goals have their own.")
+    ] = False,
     without: Annotated[
         list[str] | None, typer.Option(metavar="NAME", help="Leave out, as flex, which compiles long; repeatable.")
     ] = None,
-    rounds: Annotated[int, typer.Option(min=1, help="Samples of each.")] = ROUNDS,
+    rounds: Annotated[
+        int | None, typer.Option(min=1, help=f"Samples of each (default: {ROUNDS}; goals: {GOAL_ROUNDS}).")
+    ] = None,
+    estimate: Annotated[
+        bool, typer.Option("--estimate", help="Say how long each row of the goals would take; time nothing.")
+    ] = False,
+    speeds: Annotated[bool, typer.Option("--speeds", help="Above the goals, the speeds of each row's cases.")] = False,
     show: Annotated[bool, typer.Option("--show", help="Print what was recorded; time nothing.")] = False,
     out: Annotated[
         Path | None, typer.Option(help="Folder of the records (default: benchmarks/results/<device>)")
     ] = None,
 ) -> None:
     """Time onchip against other attention on this GPU. Lists are separated by commas."""
-    chosen = cases(
-        _words("--directions", directions, DIRECTIONS),
-        _numbers("--dims", dims),
-        _numbers("--lengths", lengths),
-        _words("--dtypes", dtypes, DTYPES),
-    )
-    chosen = [case for case in chosen if only in case.name]
-    if not chosen:
+    ours = _words("--schedule", ",".join(schedule), schedules()) if schedule else []
+    left_out = _words("--without", ",".join(without), OTHERS) if without else []
+    table: Goals | None = None
+    if goals:
+        if (directions, dims, lengths, dtypes) != (TIMED_DIRECTIONS, DIMS, LENGTHS, TIMED_DTYPES):
+            raise typer.BadParameter("--goals has cases of its own: choose among them with --rows and --only")
+        if len(ours) > 1:
+            raise typer.BadParameter(f"--goals measures one schedule: got {', '.join(ours)}")
+        table = _goals(goals, rows, only)
+        run = goals_run(table, ours[0] if ours else table.schedule, left_out, speeds)
+    else:
+        if rows or estimate or speeds:
+            raise typer.BadParameter("--rows, --estimate and --speeds belong to --goals")
+        chosen = cases(
+            _words("--directions", directions, DIRECTIONS),
+            _numbers("--dims", dims),
+            _numbers("--lengths", lengths),
+            _words("--dtypes", dtypes, DTYPES),
+        )
+        others = [name for name in (*INSTALLED, *PEERS * peers) if name not in left_out]
+        run = plain_run([case for case in chosen if only in case.name], ours or ["triton"], others)
+    if not run.cases and (only or not table):
         raise typer.BadParameter(f"--only: no case has {only!r} in its name")
-    console = make_console(WIDTH)
+    rounds = rounds or (GOAL_ROUNDS if table else ROUNDS)
+    if table and not show:
+        _tell_estimates(table, run, rounds)
+    if not estimate:
+        _measure_or_show(run, table, rounds, show, out)
+
+
+def _measure_or_show(run: Run, table: Goals | None, rounds: int, show: bool, out: Path | None) -> None:
+    console = make_console(GOALS_WIDTH if table else WIDTH)
     machine = _machine()
-    if show:
-        _show(console, chosen, out or (default_directory(machine) if machine else RECORDS))
-        return
-    if machine is None:
-        raise typer.BadParameter("no CUDA device is here; --show prints records")
-    ours = _words("--schedule", ",".join(schedule or ["triton"]), schedules())
-    makers = contenders(ours, peers, _words("--without", ",".join(without), OTHERS) if without else ())
-    records, broken = _measure_all(chosen, makers, machine, rounds, out or default_directory(machine))
-    if records:
-        print_cases(console, records)
-    failures = [failure for record in records.values() for failure in record.comparison.failures]
+    folder = out or (default_directory(machine) if machine else RECORDS)
+    measured: dict[Case, Record] = {}
+    broken = False
+    if not show:
+        if machine is None:
+            raise typer.BadParameter("no CUDA device is here; --show prints records")
+        measured, broken = _measure_all(run, machine, rounds, folder)
+    # Goals count cases that an earlier run measured.
+    records = {**_recorded(run, file_pattern(table), folder), **measured} if show or table else measured
+    if records or not run.needs_records:
+        run.print(console, records, folder)
+    elif show:
+        raise typer.BadParameter(f"no records of these cases in {folder}")
+    failures = [failure for record in measured.values() for failure in record.comparison.failures]
     if broken or any(failure.name.startswith(OURS) for failure in failures):
         raise typer.Exit(1)
 
@@ -89,15 +127,13 @@ def _machine() -> Machine | None:
     return read_machine("cuda") if torch.cuda.is_available() else None
 
 
-def _measure_all(
-    chosen: list[Case], makers: dict[str, Make], machine: Machine, rounds: int, out: Path
-) -> tuple[dict[Case, Record], bool]:
+def _measure_all(run: Run, machine: Machine, rounds: int, out: Path) -> tuple[dict[Case, Record], bool]:
     """The records, written one by one, and whether the device broke down on the way."""
     records: dict[Case, Record] = {}
-    for number, case in enumerate(chosen, start=1):
-        say(f"[{number}/{len(chosen)}] {case.name}")
+    for number, case in enumerate(run.cases, start=1):
+        say(f"[{number}/{len(run.cases)}] {case.name}")
         try:
-            record = measure(case, makers, machine, rounds)
+            record = measure(case, run, machine, rounds)
         except RuntimeError as error:
             # What one contender raises is in the record. After an illegal access nothing runs in this process.
             say(f"stopped: {type(error).__name__}: {str(error).strip()}")
@@ -107,95 +143,31 @@ def _measure_all(
     return records, False
 
 
-def _show(console: Console, chosen: list[Case], out: Path) -> None:
-    found = {record.what: record for record in read_records(out, f"{SUITE}-*.json")}
-    records = {case: found[case.what] for case in chosen if case.what in found}
-    if not records:
-        raise typer.BadParameter(f"no records of these cases in {out}")
-    print_cases(console, records)
-
-
-def measure(case: Case, makers: dict[str, Make], machine: Machine, rounds: int) -> Record:
+def measure(case: Case, run: Run, machine: Machine, rounds: int) -> Record:
     """Time a case on the machine's device; the first contender is the reference."""
-    device = torch.device(machine.device_type)
-    calls = prepare(case, makers, device)
-    comparison = compare(calls, rounds=rounds, warmup=WARMUP, device=device, flush_l2=device.type == "cuda")
-    return Record.of(SUITE, case.what, machine, comparison)
+    comparison = time_case(case, run.enter(case), torch.device(machine.device_type), rounds)
+    return Record.of(run.suite(case), case.what, machine, comparison)
 
 
-# The table
+def _recorded(run: Run, pattern: str, folder: Path) -> dict[Case, Record]:
+    found = {(record.suite, record.what): record for record in read_records(folder, pattern)}
+    return {case: found[key] for case in run.cases if (key := (run.suite(case), case.what)) in found}
 
 
-def print_cases(console: Console, records: Mapping[Case, Record]) -> None:
-    """Print a row for every case: the speed of each contender, and how many times as fast the reference is."""
-    names = _names(records.values())
-    table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
-    table.add_column("TFLOP/s", no_wrap=True)
-    for name in names:
-        table.add_column(name.replace("_", " ").replace(" ", "\n"), justify="right", no_wrap=True)
-    for case, record in records.items():
-        table.add_row(label(case), *(cell(record, name) for name in names))
-    console.print(table)
-    _print_failures(console, records)
-    first = next(iter(records.values()))
-    where, method = first.where, first.comparison.method
-    console.print(f"{where.device_name}, torch {where.torch_version}, triton {where.triton_version}", markup=False)
-    spreads = [
-        (ratio.upper_quartile - ratio.lower_quartile) / ratio.median
-        for record in records.values()
-        for ratio in record.comparison.ratios
-    ]
-    if spreads:
-        console.print(
-            f"1.20x: {first.comparison.reference} is 1.2 times as fast, median of {method.rounds} rounds; quartiles at "
-            f"most {max(spreads):.1%} apart",
-            markup=False,
-        )
-
-
-def label(case: Case) -> str:
-    """A case in few letters."""
-    direction = case.direction.replace("forward", "fwd").replace("backward", "bwd")
-    return f"{direction} d{case.dim} n{case.length} {'causal' if case.causal else 'full'}{DTYPES[case.dtype]}"
-
-
-def cell(record: Record, name: str) -> str:
-    """The speed of a contender in a case, and the reference's speed over it."""
-    comparison = record.comparison
-    if any(failure.name == name for failure in comparison.failures):
-        return "failed"
-    if all(result.name != name for result in comparison.results):
-        return ""
-    speed = record.speed_tflops(name)
-    text = f"{speed:.0f}" if speed >= 100 else f"{speed:.1f}"
-    ratio = next((ratio for ratio in comparison.ratios if ratio.name == name), None)
-    # A ratio is one of times, so what takes longer than the reference has more than 1.
-    return f"{text} {ratio.median:.2f}x" if ratio else text
-
-
-def _names(records: Iterable[Record]) -> list[str]:
-    """Every contender of any record in the usual order: a record tells it only among those that did not fail."""
-    names = dict.fromkeys(
-        entry.name for record in records for entry in (*record.comparison.results, *record.comparison.failures)
-    )
-    # The first word is the name; a version or a schedule follows. What is none of the others is onchip.
-    return sorted(names, key=lambda name: OTHERS.index(word) if (word := name.split()[0]) in OTHERS else -1)
-
-
-def _print_failures(console: Console, records: Mapping[Case, Record]) -> None:
-    """A line for every contender and error, cut to the width: the records hold the whole."""
-    failed: dict[tuple[str, str], list[str]] = {}
-    for case, record in records.items():
-        for failure in record.comparison.failures:
-            failed.setdefault((failure.name, failure.error), []).append(label(case))
-    for (name, error), labels in list(failed.items())[:FAILURES_SHOWN]:
-        line = f"{name} failed in {len(labels)} of {len(records)}, first {labels[0]}: {error}"
-        console.print(line, markup=False, no_wrap=True, overflow="ellipsis")
-    if len(failed) > FAILURES_SHOWN:
-        console.print(f"and {len(failed) - FAILURES_SHOWN} other failures", markup=False)
+def _tell_estimates(table: Goals, run: Run, rounds: int) -> None:
+    lines = estimates(table, run, rounds)
+    for key, what, count, seconds in lines:
+        say(f"{key}: {what}, {count} {'case' if count == 1 else 'cases'} more, about {seconds:.0f} s")
+    say(f"in all about {sum(seconds for *_, seconds in lines):.0f} s")
 
 
 # Options
+
+
+def _goals(name: str, rows: str, only: str) -> Goals:
+    _words("--goals", name, TABLES)
+    keys = dict.fromkeys(row.key for row in TABLES[name].rows)
+    return chosen_goals(name, _words("--rows", rows, keys) if rows else [], only)
 
 
 def _words(option: str, text: str, known: Iterable[str]) -> list[str]:

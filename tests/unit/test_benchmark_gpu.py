@@ -25,21 +25,34 @@ CPU = torch.device("cpu")
 
 
 @pytest.fixture(scope="module")
-def modules() -> Iterator[tuple[ModuleType, ModuleType]]:
-    """The script and its cases as modules; their folder is no package."""
+def modules() -> Iterator[dict[str, ModuleType]]:
+    """The script and what it is made of as modules; their folder is no package."""
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(FOLDER)
-        yield importlib.import_module("gpu"), importlib.import_module("gpu_cases")
+        yield {
+            name: importlib.import_module(name)
+            for name in ("gpu", "gpu_cases", "gpu_inputs", "gpu_contenders", "gpu_calls")
+        }
 
 
 @pytest.fixture
-def gpu(modules: tuple[ModuleType, ModuleType]) -> ModuleType:
-    return modules[0]
+def gpu(modules: dict[str, ModuleType]) -> ModuleType:
+    return modules["gpu"]
 
 
 @pytest.fixture
-def cases(modules: tuple[ModuleType, ModuleType]) -> ModuleType:
-    return modules[1]
+def cases(modules: dict[str, ModuleType]) -> ModuleType:
+    return modules["gpu_cases"]
+
+
+@pytest.fixture
+def contenders(modules: dict[str, ModuleType]) -> ModuleType:
+    return modules["gpu_contenders"]
+
+
+@pytest.fixture
+def calls(modules: dict[str, ModuleType]) -> ModuleType:
+    return modules["gpu_calls"]
 
 
 @pytest.fixture
@@ -69,7 +82,7 @@ def rows(text: str) -> list[list[str]]:
     return [re.split(r"\s{2,}", line.strip()) for line in text.splitlines() if re.match(r"(fwd|bwd)\S* d\d", line)]
 
 
-def record(gpu: ModuleType, case: Any, times_ms: dict[str, float | None]) -> Record:
+def record(case: Any, times_ms: dict[str, float | None]) -> Record:
     """A record with these times; None failed."""
     names = [name for name in times_ms if times_ms[name] is not None]
     reference = next(iter(times_ms))
@@ -90,17 +103,19 @@ def record(gpu: ModuleType, case: Any, times_ms: dict[str, float | None]) -> Rec
         gpu_before=None,
         gpu_after=None,
     )
-    return Record.of(gpu.SUITE, case.what, read_machine(), comparison)
+    return Record.of("gpu", case.what, read_machine(), comparison)
 
 
 def default_cases(cases: ModuleType) -> Any:
     return cases.cases(("forward", "backward"), (64, 128), (2048, 8192), ("bfloat16",))
 
 
-def test_the_contenders(cases: ModuleType) -> None:
-    names = [name.split()[0] for name in cases.contenders(["tiled", "dense"], peers=True)]
-    assert names == ["onchip", "onchip", *cases.OTHERS]
-    assert list(cases.contenders(["tiled"], without=["flex"])) == [OURS, "sdpa_flash", "sdpa_cudnn"]
+def test_the_contenders(contenders: ModuleType) -> None:
+    entered = contenders.contestants(["tiled", "dense"], ["flex", "fa4", "sdpa_flash"])
+    names = [contestant.name.split()[0] for contestant in entered]
+    assert names == ["onchip", "onchip", "sdpa_flash", "flex", "fa4"]
+    assert [contenders.word(contestant.name) for contestant in entered] == names
+    assert set(contenders.TAKES) == set(contenders.MAKERS) == set(contenders.OTHERS)
 
 
 def test_the_default_cases(cases: ModuleType) -> None:
@@ -121,45 +136,51 @@ def test_operations_count_half_under_a_causal_mask_and_more_in_the_backward(case
     assert (count("backward", False), count("backward", True)) == (forward * 5 // 2, forward * 5 // 4)
 
 
-def test_tensors_lie_as_the_layout_says(cases: ModuleType) -> None:
+def test_tensors_lie_as_the_layout_says(cases: ModuleType, modules: dict[str, ModuleType]) -> None:
     case = cases.Case(direction="backward", dim=16, length=24, causal=False, tokens=48, width=32)
-    tensors = cases._random(case, torch.device("cpu"))
+    inputs = modules["gpu_inputs"].draw(case, CPU)
+    tensors = (*inputs.tensors, inputs.gradient)
     assert [tensor.requires_grad for tensor in tensors] == [True, True, True, False]
     for tensor in tensors:
         assert (tensor.shape, tensor.dtype) == ((2, 2, 24, 16), torch.bfloat16)
         assert tensor.is_leaf and tensor.transpose(1, 2).is_contiguous()
 
 
-def test_a_difference_shows_wherever_it_is(cases: ModuleType) -> None:
+def test_a_difference_shows_wherever_it_is(calls: ModuleType) -> None:
     expected = torch.randn(2, 300, 8) * torch.linspace(1, 0.01, 300)[:, None]
-    assert cases.difference(expected, expected) == 0
-    assert cases.difference(expected * 1.01, expected) == pytest.approx(0.01, rel=1e-3)
+    assert calls.difference(expected, expected) == 0
+    assert calls.difference(expected * 1.01, expected) == pytest.approx(0.01, rel=1e-3)
     late = expected.clone()
     late[1, 256:] = 0
-    assert cases.difference(late, expected) == pytest.approx(1)
+    assert calls.difference(late, expected) == pytest.approx(1)
     late[1, 299, 3] = torch.nan
-    assert not cases.difference(late, expected) < cases.TOLERANCE
-    with pytest.raises(cases.WrongResult, match="shape"):
-        cases.difference(expected[:, 1:], expected)
+    assert not calls.difference(late, expected) < calls.TOLERANCE
+    with pytest.raises(calls.WrongResult, match="shape"):
+        calls.difference(expected[:, 1:], expected)
 
 
 @pytest.mark.parametrize("direction", ["forward", "backward", "forward+backward"])
-def test_a_wrong_result_is_not_timed(cases: ModuleType, direction: str) -> None:
+def test_a_wrong_result_is_not_timed(
+    cases: ModuleType, calls: ModuleType, contenders: ModuleType, direction: str
+) -> None:
     case = cases.Case(direction=direction, dim=16, length=96, causal=True, dtype="float32", tokens=96, width=32)
 
-    def other(causal: bool, case: Any, device: torch.device) -> Callable[..., Tensor]:
-        return partial(F.scaled_dot_product_attention, is_causal=causal)
+    def other(causal: bool, case: Any, inputs: Any) -> Callable[..., Tensor]:
+        return partial(F.scaled_dot_product_attention, *inputs.tensors, is_causal=causal)
 
-    makers = cases.contenders(["tiled"], without=["sdpa_flash", "sdpa_cudnn", "flex"])
-    calls = cases.prepare(case, makers | {"right": partial(other, True), "wrong": partial(other, False)}, CPU)
-    assert list(calls) == [OURS, "right", "wrong"]
-    results = calls["right"]()
+    entered = contenders.contestants(["tiled"], [])
+    entered += [contenders.Contestant(name=name, make=partial(other, name == "right")) for name in ("right", "wrong")]
+    made = calls.prepare(case, entered, CPU)
+    assert list(made) == [OURS, "right", "wrong"]
+    results = made["right"]()
     assert len(results) == 3 if direction != "forward" else isinstance(results, Tensor)
-    with pytest.raises(cases.WrongResult, match="differs from onchip tiled by"):
-        calls["wrong"]()
+    with pytest.raises(calls.WrongResult, match="differs from onchip tiled by"):
+        made["wrong"]()
 
 
-def test_flash_attention_gets_its_own_layout(cases: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flash_attention_gets_its_own_layout(
+    cases: ModuleType, calls: ModuleType, contenders: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
     shapes = []
 
     def flash_attn_func(query: Tensor, key: Tensor, value: Tensor, causal: bool) -> tuple[Tensor, None]:
@@ -171,22 +192,22 @@ def test_flash_attention_gets_its_own_layout(cases: ModuleType, monkeypatch: pyt
     module.flash_attn_func = flash_attn_func  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "flash_attn", ModuleType("flash_attn"))
     monkeypatch.setitem(sys.modules, "flash_attn.cute", module)
-    monkeypatch.setattr(cases, "installed_version", {"flash-attn-4": "4.0"}.get)
+    monkeypatch.setattr(contenders, "installed_version", {"flash-attn-4": "4.0"}.get)
     case = cases.Case(direction="backward", dim=16, length=96, causal=True, tokens=192, width=32)
-    makers = cases.contenders(["tiled"], peers=True, without=["sdpa_flash", "sdpa_cudnn", "flex"])
-    calls = cases.prepare(case, makers, CPU)
-    assert list(calls) == [OURS, "fa3", "fa4 4.0"]
+    made = calls.prepare(case, contenders.contestants(["tiled"], contenders.PEERS), CPU)
+    assert list(made) == [OURS, "fa3", "fa4 4.0"]
     assert shapes == [(2, 96, 2, 16)]
-    assert len(calls["fa4 4.0"]()) == 3
+    assert len(made["fa4 4.0"]()) == 3
     with pytest.raises(ModuleNotFoundError):
-        calls["fa3"]()
+        made["fa3"]()
 
 
 def test_records_parse_and_print_the_same_table(small: ModuleType, tmp_path: Path) -> None:
     options = (*SMALL, "--peers", "--out", str(tmp_path))
     text = run(small, *options)
-    # No cuDNN is here and no other package; that stops nothing.
+    # No cuDNN is here and no other package; that stops nothing, and what is not installed has not failed.
     assert "sdpa_cudnn failed in 4 of 4, first fwd d16 n160 full: RuntimeError" in text
+    assert "fa3 failed" not in text and all(row[-2:] == ["not here"] * 2 for row in rows(text))
     assert [row[0] for row in rows(text)] == [
         "fwd d16 n160 full",
         "fwd d16 n160 causal",
@@ -203,12 +224,12 @@ def test_records_parse_and_print_the_same_table(small: ModuleType, tmp_path: Pat
 
 
 def test_where_onchip_fails_the_others_are_timed_and_the_status_says_so(
-    small: ModuleType, cases: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    small: ModuleType, contenders: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     def refuse(*inputs: Any, **options: Any) -> Any:
         raise RuntimeError("out of order")
 
-    monkeypatch.setattr(cases.onchip, "attention", refuse)
+    monkeypatch.setattr(contenders.onchip, "attention", refuse)
     text = run(small, *SMALL, "--only", "forward d16 n160 full", "--out", str(tmp_path), status=1)
     assert "onchip tiled failed in 1 of 1, first fwd d16 n160 full: RuntimeError: out of order" in text
     ((_, ours, flash, _),) = rows(text)
@@ -235,7 +256,6 @@ def test_the_table_shows_speeds_and_ratios_and_is_short(gpu: ModuleType, cases: 
     for case in default_cases(cases):
         flops = case.what.operations_flops
         record(
-            gpu,
             case,
             {
                 "onchip triton": flops / 512e9,
