@@ -43,6 +43,9 @@ def pytest_configure(config):
     examples = EXAMPLES["interpreted" if machine.INTERPRETED else machine.DEVICE]
     # a schedule may decline most examples
     settings = {"deadline": None, "print_blob": True, "suppress_health_check": [hypothesis.HealthCheck.filter_too_much]}
+    if machine.DEVICE == "cuda":
+        # every example compiles kernels: to look for a smaller failure would take minutes
+        settings["phases"] = [phase for phase in hypothesis.Phase if phase.name not in ("shrink", "explain")]
     hypothesis.settings.register_profile("default", max_examples=examples, **settings)
     hypothesis.settings.register_profile("ci", max_examples=examples, derandomize=True, **settings)
     hypothesis.settings.register_profile("long", max_examples=1000, **settings)
