@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import importlib
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
@@ -163,12 +165,14 @@ def tiled_as(case: Case) -> Iterator[None]:
         return
     tiles = importlib.import_module("onchip.schedules.triton.tiles")
     row = tiles.Row(tiles.ANY, tiles.FORWARD, case.dim, 16, tiles.ANY, tiles.Tile(*case.tile))
-    whole = tiles.TABLE
-    tiles.TABLE = (row, *whole)
+    tuned = importlib.import_module("onchip.schedules.triton.tuned")
+    shipped = {tuned.SWITCH: "0"}
     try:
-        yield
+        with mock.patch.object(tiles, "TABLE", (row, *tiles.TABLE)), mock.patch.dict(os.environ, shipped):
+            tuned.forget()
+            yield
     finally:
-        tiles.TABLE = whole
+        tuned.forget()
 
 
 def directions(case: Case) -> tuple[str, ...]:

@@ -390,13 +390,18 @@ class Plan:
             f"second derivative  {self.second_derivative}",
         ]
         lines += [f"not {name:<14} {sentence}" for name, why in self.reasons.items() for sentence in why]
-        tiles = "; ".join(f"{name} {rows} x {columns}" for name, (rows, columns) in self.backward_tiles.items())
+        tiles = "; ".join(
+            f"{kernel.name} {kernel.tile[0]} x {kernel.tile[1]}{_tile_source(kernel)}"
+            for kernel in self.backward_kernels
+            if kernel.tile is not None
+        )
+        source = next((_tile_source(kernel) for kernel in self.kernels if kernel.tile is not None), "")
         pairs = ", ".join(f"{name} {count}" for name, count in self.backward_pairs.items())
         lines += [
             f"operations         {self.flops:.3e} forward, {self.backward_flops:.3e} backward, which needs "
             f"{self.minimum_backward_flops:.3e}",
             f"pairs              {self.pairs} forward" + (f"; backward: {pairs}" if pairs else ""),
-            f"tiles              {self.tiles[0]} rows, {self.tiles[1]} columns"
+            f"tiles              {self.tiles[0]} rows, {self.tiles[1]} columns{source}"
             + (f"; backward: {tiles}" if tiles else ""),
             f"bytes              {self.minimum_bytes:.3e} at least, {self.requested_bytes:.3e} asked for by tiles "
             f"({self.backward_requested_bytes:.3e} backward), workspace {self.workspace_bytes:.3e}",
@@ -411,3 +416,7 @@ class Plan:
         if self.backward_roofline is not None:
             lines.append(f"                   backward {self.backward_roofline}")
         return lines
+
+
+def _tile_source(kernel: Kernel) -> str:
+    return f" ({kernel.tile_source})" if kernel.tile_source else ""

@@ -111,6 +111,17 @@ def test_a_tile_of_its_own_and_a_schedule_without_gradients_have_a_forward_alone
     assert traffic.directions(dataclasses.replace(case, contender="standard")) == ("forward", "backward")
 
 
+def test_inside_the_forward_has_the_tile_of_the_case(traffic):
+    tuned = importlib.import_module("onchip.schedules.triton.tuned")
+    question = (None, "sm_90", "forward", 64, 16, "plain")
+    before = tuned.choose(*question).tile
+    for case in traffic.sweep():
+        with traffic.tiled_as(case):
+            tile = tuned.choose(*question).tile
+            assert (tile.rows, tile.columns, tile.warps, tile.stages) == case.tile
+    assert tuned.choose(*question).tile == before
+
+
 def test_the_record_agrees_with_the_model():
     """What the H200 counted: standard attention moves the eager list, each of our kernels every tensor once."""
     record = json.loads((RECORDS / "traffic.json").read_text())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import torch
 import typer
@@ -16,6 +16,10 @@ from onchip.cli.audit import audit_app
 from onchip.cli.io import io_app
 from onchip.cli.options import Dtype, read_device, read_numbers
 from onchip.model.presets import PRESETS
+from onchip.schedules.triton import WIDEST
+
+if TYPE_CHECKING:
+    from onchip.bench.tune.cases import Case
 
 app = typer.Typer(
     name="onchip",
@@ -158,6 +162,69 @@ def doctor(
     if device is not None:
         raise typer.BadParameter("--device goes with --measure: without it every device is tried")
     return run_doctor(as_json=json)
+
+
+@app.command()
+def tune(
+    budget: Annotated[float, typer.Option(min=1, help="About how many seconds it may take.")] = 600.0,
+    only: Annotated[
+        str | None,
+        typer.Option(help="Kernels, kinds or pairs, as forward,keys:band (default: all). See docs/tuning.md."),
+    ] = None,
+    dims: Annotated[str, typer.Option(help="Head dims, separated by commas, up to 256.")] = "64,128,256",
+    dtypes: Annotated[
+        str, typer.Option(help="Of bfloat16, float16 and float32, one of each width.")
+    ] = "bfloat16,float32",
+    device: Annotated[
+        str | None, typer.Option(help="The card: cuda or cuda:<index> (default: the current one)")
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the candidates and measure nothing.")] = False,
+    show: Annotated[
+        bool, typer.Option("--show", help="Print what was measured before, beside what is shipped.")
+    ] = False,
+    print_table: Annotated[
+        bool, typer.Option("--print-table", help="Print what was measured before as rows of the shipped table.")
+    ] = False,
+    reset: Annotated[bool, typer.Option("--reset", help="Remove what was measured before.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> int:
+    """Measure which tiles of the portable kernels are the fastest on this GPU, and use them from now on."""
+    from onchip.cli import tune as command
+
+    chosen = [name for name, given in {"--dry-run": dry_run, "--show": show, "--print-table": print_table,
+                                       "--reset": reset}.items() if given]  # fmt: skip
+    if len(chosen) > 1:
+        raise typer.BadParameter(f"one of --dry-run, --show, --print-table and --reset, got {' and '.join(chosen)}")
+    if json and (reset or print_table):
+        raise typer.BadParameter(f"--json does not go with {chosen[0]}")
+    device = read_device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if reset:
+        return command.run_reset(device)
+    if show:
+        return command.run_show(device, as_json=json)
+    if print_table:
+        return command.run_print_table(device)
+    todo = _cases(only, dims, dtypes)
+    if dry_run:
+        return command.run_dry(device, todo, as_json=json)
+    return command.run_tune(device, todo, budget=budget, as_json=json)
+
+
+def _cases(only: str | None, dims: str, dtypes: str) -> list[Case]:
+    from onchip.bench.tune.cases import cases
+
+    heads = read_numbers(dims, "--dims")
+    if heads[-1] > WIDEST:
+        raise typer.BadParameter(f"--dims takes head dims up to {WIDEST}: got {heads[-1]}")
+    names = [name.strip() for name in dtypes.split(",")]
+    allowed = [Dtype.bfloat16.value, Dtype.float16.value, Dtype.float32.value]
+    if not set(names) <= set(allowed):
+        raise typer.BadParameter(f"--dtypes takes {', '.join(allowed)}, separated by commas: got {dtypes!r}")
+    wanted = [] if only is None else [name.strip() for name in only.split(",")]
+    try:
+        return cases(wanted, heads, [_dtype(Dtype(name)) for name in dict.fromkeys(names)])
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
 
 
 def _window(text: str | None) -> tuple[int | None, int | None] | None:

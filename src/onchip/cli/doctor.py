@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import sys
 from datetime import datetime, timezone
 from pathlib import Path
@@ -59,8 +60,21 @@ def examine() -> dict[str, Any]:
             {"name": name, "summary": schedule.summary, "checks": [_check(name, device) for device in devices]}
             for name, schedule in schedules().items()
         ],
+        "tiles": {device: _tiles(torch.device(device)) for device in devices if device != "cpu"},
         "missing": {package: use for package, use in EXTRAS.items() if installed_version(package) is None},
     }
+
+
+def _tiles(device: torch.device) -> dict[str, Any]:
+    """The file of tiles that were tuned on a card: where it is, its rows, and why it is ignored if it is."""
+    if installed_version("triton") is None:
+        return {"path": None, "rows": 0, "ignored": "Triton is not installed"}
+    from onchip.schedules.triton.tuned import SWITCH, key_of, read, shared_bytes, tuned_path
+
+    path = tuned_path(device)
+    stored = read(path, key_of(device), shared_bytes(device))
+    off = f"{SWITCH}=0 is set" if os.environ.get(SWITCH) == "0" else None
+    return {"path": str(path), "rows": len(stored.entries), "ignored": off or stored.reason}
 
 
 def _check(name: str, device: str) -> dict[str, Any]:
@@ -107,6 +121,9 @@ def _print(console: Console, facts: dict[str, Any]) -> None:
             else f"{machine['cores']} cores, {machine['threads']} threads"
         )
         console.print(f"{device}: {machine['device_name']}, {detail}", highlight=False)
+    for device, tiles in facts["tiles"].items():
+        state = f"{tiles['rows']} rows tuned here" if tiles["ignored"] is None else f"shipped; {tiles['ignored']}"
+        console.print(f"{device}: tiles {state}: {tiles['path']}", markup=False, highlight=False, soft_wrap=True)
     if len(facts["devices"]) == 1:
         console.print(f"cuda: none; {_why_no_cuda()}", highlight=False)
 

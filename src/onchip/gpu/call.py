@@ -137,6 +137,10 @@ class Call:
         """The tile of a kernel."""
         raise NotImplementedError
 
+    def tile_source(self, kernel: str) -> str:
+        """Where the tile of a kernel comes from, in words."""
+        return "shipped"
+
     @cached_property
     def target(self) -> str:
         return self._target or architecture(self.problem.device)

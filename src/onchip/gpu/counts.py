@@ -31,6 +31,7 @@ class Counts:
     def __init__(self, call: Call, kernel: str, heads: int) -> None:
         self.call, self.problem, self.heads = call, call.problem, heads
         self.tile, self.walks = call.tile(kernel), call.walks(kernel)
+        self.tile_source = call.tile_source(kernel)
         self.turned, self.pack = kernel == KEYS, call.problem.heads_q // heads
         self.listed = call.lists and kernel != GRADIENT
         self.width = call.problem.dtype.itemsize
@@ -158,6 +159,7 @@ class Counts:
             precision=_precision(problem, self.call.target),
             pairs=pairs,
             tile=(tile.rows, tile.columns),
+            tile_source=self.tile_source,
         )
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import platform
 import re
 from collections.abc import Iterator, Mapping
@@ -19,6 +18,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+from onchip.model.cache import cache_path, write_whole
 
 FORMAT = 1
 """Of the stored file. A file of another format is ignored."""
@@ -166,25 +167,18 @@ def processor_name() -> str:
 
 
 def measured_path(device: torch.device) -> Path:
-    """Where measured figures of a device are kept: $XDG_CACHE_HOME, or else ~/.cache."""
-    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    name = re.sub(r"[^a-z0-9]+", "-", device_name(device).lower()).strip("-")
-    return Path(root) / "onchip" / "hardware" / f"{name}.json"
+    """Where measured figures of a device are kept, see `cache_path`."""
+    return cache_path("hardware", device_name(device))
 
 
 def write_measured(path: Path, hardware: Hardware, record: Mapping[str, Any]) -> None:
     """Store figures, with what is said of the machine that they were measured on.
 
-    The file appears whole or not at all, so that a reader never meets half of it.
-
     Raises:
         OSError: the folder cannot be written.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
     text = json.dumps({"format": FORMAT, "hardware": dataclasses.asdict(hardware), "measured_on": record}, indent=1)
-    unfinished = path.with_suffix(f".{os.getpid()}")
-    unfinished.write_text(text + "\n", encoding="utf-8")
-    unfinished.replace(path)
+    write_whole(path, text + "\n")
 
 
 def read_measured(path: Path) -> Hardware | None:

@@ -20,6 +20,7 @@ class Kernel:
         precision: how products are made: a dtype, "tf32", or "tf32x3" for float32 as three products in TF32.
         pairs: pairs of (query, key) whose score it computes, over all sequences and query heads.
         tile: rows and columns of a tile of scores; None for a kernel without scores.
+        tile_source: where a GPU kernel's tile comes from: "shipped", or "tuned here on" and the date.
         launches: kernels or operators that are started.
     """
 
@@ -29,6 +30,7 @@ class Kernel:
     precision: str
     pairs: int = 0
     tile: tuple[int, int] | None = None
+    tile_source: str = ""
     launches: int = 1
 
 

@@ -46,6 +46,7 @@ from onchip.gpu.parts import (
     visits,
 )
 from onchip.gpu.source import distance
+from onchip.gpu.start import start
 from onchip.lowering import Node
 from onchip.problem import Problem
 from onchip.schedules.triton.launch import Call
@@ -581,7 +582,7 @@ class _Backward:
         strides: tuple[int, ...] = (0, 0, 0)
         if grad_lse is not None:
             strides = (0, *grad_lse.stride()) if call.packed else grad_lse.stride()
-        delta_kernel[(tiles * problem.heads_q * (1 if call.packed else problem.batch),)](
+        start(delta_kernel, tiles * problem.heads_q * (1 if call.packed else problem.batch))(
             out, grad_out, self._lse, grad_lse, self._delta, *call.all_strides(vector, out, grad_out),
             *call.lse_strides, *strides, problem.heads_q, problem.length_q, tiles,
             DV=problem.dim_v, BLOCK_DV=call.block_dv, BQ=rows, WIDE=call.wide(out, grad_out),
@@ -612,7 +613,7 @@ class _Backward:
         tile = call.tile(KEYS)
         given = [tensor for tensor in (*self._inputs, grad_key, grad_value) if tensor is not None]
         tiles, vector = call.count(problem.length_k, 1, tile.columns), call.vector(*given)
-        keys_kernel[(tiles * problem.heads_kv * (1 if call.packed else problem.batch),)](
+        start(keys_kernel, tiles * problem.heads_kv * (1 if call.packed else problem.batch))(
             *self._inputs, self._lse, self._delta, grad_key, grad_value,
             *call.all_strides(vector, *self._inputs, grad_key, grad_value), *call.lse_strides,
             problem.batch, problem.heads_kv, problem.length_q, problem.length_k, tiles, *call.layout,
@@ -628,7 +629,7 @@ class _Backward:
         tensors = (*self._inputs, grad_query)
         vector = call.vector(*tensors)
         tiles, heads = call.count(problem.length_q, call.pack, tile.rows), problem.heads_q // call.pack
-        queries_kernel[(tiles * heads * (1 if call.packed else problem.batch),)](
+        start(queries_kernel, tiles * heads * (1 if call.packed else problem.batch))(
             *self._inputs, self._lse, self._delta, grad_query, *call.all_strides(vector, *tensors), *call.lse_strides,
             problem.batch, heads, problem.length_q, problem.length_k, tiles, *call.layout, *call.band.arguments,
             *call.lists_for(QUERIES), *self._scales, *call.dropout, call.given(call.semantics.reads),
@@ -675,7 +676,7 @@ class _Backward:
         del constants["LISTS"], constants["HIGH"]
         if programs == 0:
             return
-        gradient_kernel[(programs,)](
+        start(gradient_kernel, programs)(
             *self._inputs, self._lse, self._delta, total, *call.all_strides(vector, *self._inputs), *total.stride(),
             *call.lse_strides, problem.batch, problem.heads_q, problem.length_q, problem.length_k,
             sums_b, sums_h, tiles_q, tiles_k, rows, columns, *call.layout, *call.band.arguments,

@@ -38,6 +38,7 @@ from onchip.gpu.parts import (
     visible,
     visits,
 )
+from onchip.gpu.start import start
 from onchip.problem import Problem
 from onchip.schedules.triton.launch import Call
 
@@ -243,7 +244,7 @@ def forward(problem: Problem, query: Tensor, key: Tensor, value: Tensor, *, save
     programs = tiles * heads * (1 if call.packed else problem.batch)
     vector = call.vector(*tensors)
     with on_device(query.device):
-        forward_kernel[(programs,)](
+        start(forward_kernel, programs)(
             *tensors, lse, *call.all_strides(vector, *tensors), *call.lse_strides,
             problem.batch, heads, problem.length_q, problem.length_k, tiles, *call.layout, *call.band.arguments,
             *call.lists_for(FORWARD), call.scale, call.sink, *call.dropout, call.given(call.semantics.reads),

@@ -15,7 +15,8 @@ from onchip.gpu.call import power_of_two, precision_of
 from onchip.gpu.walk import BLOCK, Axis, ListVisits, Walk
 from onchip.normal_form import Tiles
 from onchip.problem import Problem
-from onchip.schedules.triton.tiles import FEW, Tile, tile_of
+from onchip.schedules.triton.tiles import FEW, Tile
+from onchip.schedules.triton.tuned import Choice, choose
 from onchip.states import EMPTY, PARTIAL
 from onchip.tile import RectGeometry
 
@@ -108,10 +109,18 @@ class Call(gpu.Call):
             return "grouped"
         return "band" if self.band.has_low or self.band.has_high else "plain"
 
-    def tile(self, kernel: str) -> Tile:
+    def _choice(self, kernel: str) -> Choice:
         problem = self.problem
-        dim = max(problem.dim_qk, problem.dim_v)
-        return tile_of(self.target, kernel, dim, problem.dtype.itemsize * 8, self.kind(kernel))
+        dim, bits = max(problem.dim_qk, problem.dim_v), problem.dtype.itemsize * 8
+        # what was measured here says nothing of a target that need not be here
+        device = problem.device if self._target is None else None
+        return choose(device, self.target, kernel, dim, bits, self.kind(kernel))
+
+    def tile(self, kernel: str) -> Tile:
+        return self._choice(kernel).tile
+
+    def tile_source(self, kernel: str) -> str:
+        return self._choice(kernel).source
 
     def vector(self, *tensors: Tensor) -> int:
         """How many elements every pointer and stride is a multiple of: 16 bytes, or 1 if any is not."""

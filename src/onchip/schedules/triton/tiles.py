@@ -1,7 +1,7 @@
 """Tile sizes as data: one frozen configuration for each architecture, kernel, head dim, dtype and kind of problem.
 
 Nothing is tuned in a call. A row is chosen by what a problem is, never by its lengths, so a kernel that was compiled
-once serves every length.
+once serves every length. What `onchip tune` measured on a card wins over this table there: see tuned.py.
 """
 
 from __future__ import annotations
@@ -28,6 +28,10 @@ KERNELS = (FORWARD, KEYS, QUERIES, GRADIENT)
 INTERPRETED = Tile(16, 32, 1, 1)
 
 
+COMPILED = "compile reports"
+"""A row's source: chosen by registers, spills and shared memory (`make compile-all`), without a clock."""
+
+
 @dataclass(frozen=True)
 class Row:
     """The first row that fits names the tile.
@@ -39,6 +43,7 @@ class Row:
         bits: of an element, 16 or 32.
         kinds: "plain", "band", "changed" (scores, dropout or a mask beyond a band), "few" (packed heads), "grouped" (of
             KEYS: more query heads than key heads); () is any.
+        source: where its figures come from: COMPILED, or "measured on" and the card (`onchip tune --print-table`).
     """
 
     architectures: tuple[str, ...]
@@ -47,7 +52,18 @@ class Row:
     bits: int
     kinds: tuple[str, ...]
     tile: Tile
+    source: str = COMPILED
 
+
+KINDS = {
+    FORWARD: ("plain", "band", "changed", "few"),
+    KEYS: ("plain", "band", "changed", "grouped"),
+    QUERIES: ("plain", "band", "changed", "few"),
+    GRADIENT: ("changed",),
+}
+"""Kinds of problems that each kernel meets."""
+DIMS = (64, 128, 256)
+"""Head dims that rows reach up to; a smaller head takes the next of them."""
 
 ANY: tuple[str, ...] = ()
 REGULAR = ("plain", "band", "grouped")
@@ -98,10 +114,13 @@ TABLE = (
 )
 
 
-def tile_of(architecture: str, kernel: str, dim: int, bits: int, kind: str) -> Tile:
-    """The tile for a kernel; `architecture` is "sm_80", "sm_90", "gfx942" and the like, or "interpreter"."""
-    if architecture == "interpreter":
-        return INTERPRETED
+def row_dim(dim: int) -> int:
+    """The head dim of the rows that a head dim belongs to."""
+    return next(bound for bound in DIMS if dim <= bound)
+
+
+def row_of(architecture: str, kernel: str, dim: int, bits: int, kind: str) -> Row:
+    """The row for a kernel; `architecture` is "sm_80", "sm_90", "gfx942" and the like."""
     for row in TABLE:
         if (
             row.kernel == kernel
@@ -110,5 +129,10 @@ def tile_of(architecture: str, kernel: str, dim: int, bits: int, kind: str) -> T
             and (not row.architectures or architecture in row.architectures)
             and (not row.kinds or kind in row.kinds)
         ):
-            return row.tile
+            return row
     raise AssertionError(f"no tile for {kernel}, head dim {dim}, {bits} bits")
+
+
+def tile_of(architecture: str, kernel: str, dim: int, bits: int, kind: str) -> Tile:
+    """The shipped tile for a kernel; `architecture` is as for `row_of`, or "interpreter"."""
+    return INTERPRETED if architecture == "interpreter" else row_of(architecture, kernel, dim, bits, kind).tile

@@ -1,0 +1,53 @@
+"""Tiles that are worth compiling for a case."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import product
+
+from onchip.bench.tune.cases import Case
+from onchip.schedules.triton.limits import SIZES, least_registers, least_shared
+from onchip.schedules.triton.tiles import Tile
+
+WARPS, STAGES = (4, 8), (1, 2, 3, 4)
+"""Warps below 4 hold no tile that feeds a tensor core well; above 8 the register file has no room for their sums."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What a processor has: bytes of shared memory for a program, registers of a thread, threads of a warp."""
+
+    shared: int
+    registers: int
+    lanes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Candidates:
+    """Tiles to try, the nearest to the shipped one first, and how many were left out by what, without compiling."""
+
+    tiles: tuple[Tile, ...]
+    pruned: dict[str, int]
+
+
+def candidates(case: Case, shipped: Tile, limits: Limits) -> Candidates:
+    """All powers of two within bounds but the shipped tile, less those that cannot launch or must spill."""
+    kept, pruned = [], {"shared memory": 0, "registers": 0, "idle warps": 0}
+    rows = SIZES[:2] if case.kind == "few" else SIZES
+    for tile in (Tile(*sizes) for sizes in product(rows, SIZES, WARPS, STAGES)):
+        if least_shared(tile, case.kernel, case.dim, case.bits) > limits.shared:
+            pruned["shared memory"] += 1
+        elif least_registers(tile, case.kernel, case.dim, limits.lanes) > limits.registers:
+            pruned["registers"] += 1
+        elif tile.rows * tile.columns < tile.warps * 64:
+            # the smallest product of a warp makes 16 x 8 scores; with half a product a warp waits
+            pruned["idle warps"] += 1
+        elif tile != shipped:
+            kept.append(tile)
+    return Candidates(tuple(sorted(kept, key=lambda tile: (_steps(tile, shipped), tile.rows, tile.columns))), pruned)
+
+
+def _steps(tile: Tile, other: Tile) -> int:
+    """How many doublings, and stages, lie between two tiles."""
+    sizes = (tile.rows, other.rows), (tile.columns, other.columns), (tile.warps, other.warps)
+    return sum(abs(one.bit_length() - two.bit_length()) for one, two in sizes) + abs(tile.stages - other.stages)
