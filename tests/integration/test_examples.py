@@ -97,7 +97,15 @@ def test_a_resumed_run_has_the_losses_of_one_without_a_break(tmp_path, monkeypat
     assert again["losses"] == whole["losses"]
 
 
-def test_a_second_interrupt_ends_at_once(monkeypatch):
+@pytest.fixture
+def interruptible():
+    """What starts in the background may ignore interrupts, and a test with it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def test_a_second_interrupt_ends_at_once(monkeypatch, interruptible):
     def impatient(self):
         signal.raise_signal(signal.SIGINT)
         signal.raise_signal(signal.SIGINT)

@@ -22,8 +22,8 @@ from onchip.bench.timing import compare
 from onchip.bench.tune.candidates import Limits
 from onchip.bench.tune.cases import Case, Inputs, heaviest, timed
 from onchip.bench.tune.search import CannotRun, Timing
+from onchip.dispatch import schedules
 from onchip.gpu import FORWARD, GRADIENT, KEYS, QUERIES
-from onchip.schedules.triton import backward, forward
 from onchip.schedules.triton.tiles import Tile
 from onchip.schedules.triton.tuned import Entry, shared_bytes, substituted
 
@@ -73,7 +73,7 @@ class Card:
         try:
             inputs = timed(case, self._device)
             with self._taking(case, shipped):
-                out, lse = forward(inputs.problem, inputs.query, inputs.key, inputs.value, saves=True)
+                out, lse = _forward(inputs)
                 self._open = _Open(case, inputs, out, lse, torch.randn_like(out))
                 self._expected = self._run()
             self._capture(shipped)
@@ -148,9 +148,8 @@ class Card:
     def _run(self) -> list[Tensor]:
         """The case's kernel, with the tile that is taken."""
         opened, inputs = self._opened, self._opened.inputs
-        given = inputs.problem, inputs.query, inputs.key, inputs.value
         if opened.case.kernel == FORWARD:
-            return list(forward(*given, saves=True))
+            return list(_forward(inputs))
         return _gradients(opened.case.kernel, inputs, opened.grad_out, opened.out, opened.lse)
 
     def _capture(self, tile: Tile) -> None:
@@ -220,19 +219,32 @@ def _awaited(kernel: Any) -> Any:
         return error
 
 
+# By way of the dispatcher: in the package, modules take the place of functions of their names once they are imported.
+
+
+def _forward(inputs: Inputs) -> tuple[Tensor, Tensor]:
+    """Out and LSE."""
+    forward = schedules()["triton"].forward
+    assert forward is not None
+    out, lse, *_ = forward(inputs.problem, inputs.query, inputs.key, inputs.value, saves=True)
+    return out, lse
+
+
 def _gradients(kernel: str, inputs: Inputs, grad_out: Tensor, out: Tensor, lse: Tensor) -> list[Tensor]:
     """What one kernel of the backward gives."""
     tensors = inputs.tensors
     wanted = [tensor.is_floating_point() and tensor.requires_grad and kernel == GRADIENT for tensor in tensors]
     needs = [kernel == QUERIES, kernel == KEYS, kernel == KEYS, *wanted]
     query, key, value = inputs.query, inputs.key, inputs.value
+    backward = schedules()["triton"].backward
+    assert backward is not None
     found = backward(inputs.problem, grad_out, None, query, key, value, out, lse, tensors, needs)
-    return [gradient for gradient in found if gradient is not None]
+    return [gradient for gradient in found or () if gradient is not None]
 
 
 def _start_all(case: Case, inputs: Inputs) -> None:
     """Start the case's kernel on a problem whose results nobody reads."""
-    out, lse = forward(inputs.problem, inputs.query, inputs.key, inputs.value, saves=True)
+    out, lse = _forward(inputs)
     if case.kernel != FORWARD:
         _gradients(case.kernel, inputs, torch.zeros_like(out), out, lse)
 
