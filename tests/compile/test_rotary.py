@@ -27,7 +27,7 @@ def launch_of(query, key, **keywords):
     with (
         mock.patch.object(operator, "unsupported", lambda inputs, rotation: []),
         mock.patch.object(launch, "rotary_kernel", aot._Recorder(launch.rotary_kernel, launches)),
-        mock.patch.object(launch, "_multiprocessors", lambda device: 132),
+        mock.patch.object(launch, "_processors", lambda device: 132),
     ):
         onchip.rotary(query, key, schedule="triton", **keywords)
     return launches[0]

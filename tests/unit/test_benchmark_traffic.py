@@ -146,7 +146,7 @@ def test_the_record_agrees_with_the_model():
 
 def test_small_sections_leave_device_memory_every_tensor_once():
     """What docs/io.md says of Hopper's forward with sections of 8 MiB."""
-    record = json.loads((RECORDS / "traffic-sections-8-mib.json").read_text())
+    record = json.loads((RECORDS / "sections-8-mib" / "traffic.json").read_text())
     assert len(record["cases"]) == 6
     for case in record["cases"]:
         (expected,) = case["expected"]

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from onchip.gpu.call import on_device
+from onchip.model.hardware import multiprocessors
 from onchip.rotary.kernel import rotary_kernel
 from onchip.rotary.plain import as_batch
 from onchip.rotary.rotation import Rotation
@@ -37,7 +37,7 @@ def rotate(inputs: Sequence[Tensor], rotation: Rotation) -> list[Tensor]:
     block_rest = _power_of_two(max(1, head_dim - dim))
     block_t = max(1, PAIRS // max(block_p, block_rest // 4))
     blocks = -(-length // block_t)
-    splits = min(max(heads), max(1, -(-PROGRAMS * _multiprocessors(device) // (blocks * batch))))
+    splits = min(max(heads), max(1, -(-PROGRAMS * _processors(device) // (blocks * batch))))
     each = [-(-count // splits) for count in heads]
     sides = [
         (tensor, as_batch(result), vector, *_strides(tensor, vector), *_strides(as_batch(result), vector))
@@ -112,6 +112,5 @@ def _power_of_two(size: int) -> int:
     return 1 << (size - 1).bit_length()
 
 
-@lru_cache(maxsize=64)
-def _multiprocessors(device: torch.device) -> int:
-    return 1 if device.type == "cpu" else torch.cuda.get_device_properties(device).multi_processor_count
+def _processors(device: torch.device) -> int:
+    return 1 if device.type == "cpu" else multiprocessors(device)
