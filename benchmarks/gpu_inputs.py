@@ -9,9 +9,9 @@ import torch
 from gpu_cases import Case
 from torch import Tensor
 
-FLAGGED_KEYS = 64
+FLAGGED_KEYS = slice(128, 192)
 FLAGGED_SCORE = 100.0
-"""How far the first keys of a flagged case score above the others, in natural logarithm units."""
+"""How far these keys of a flagged case score above the others, in natural logarithm units."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,8 +46,8 @@ class Inputs:
 def draw(case: Case, device: torch.device) -> Inputs:
     """Random normal tensors in the memory layout of the case.
 
-    In a flagged case every query scores FLAGGED_SCORE more with the first FLAGGED_KEYS keys than with any other, give
-    or take the random part: an attention sink, met last by a walk of columns from the band's upper edge down.
+    In a flagged case every query scores FLAGGED_SCORE more with the keys FLAGGED_KEYS than with any other, give or take
+    the random part: an attention sink that lies behind the first block of columns of any kernel here.
     """
     dtype, differentiable = getattr(torch, case.dtype), case.direction != "forward"
     heads_kv, dim_value = case.heads_kv or case.heads, case.dim_value or case.dim
@@ -68,7 +68,7 @@ def draw(case: Case, device: torch.device) -> Inputs:
         element = (FLAGGED_SCORE * case.dim**0.5) ** 0.5
         query[..., 0] = element
         key[..., 0] = 0
-        key[..., :FLAGGED_KEYS, 0] = element
+        key[..., FLAGGED_KEYS, 0] = element
     bias = None
     if case.bias:
         bias = torch.randn(1, case.heads, case.length, case.length, device=device, dtype=dtype)

@@ -100,6 +100,7 @@ def launch_of_hopper(spec, dtype):
         recorder = _Recorder(hopper.forward_kernel, launches)
         patches.enter_context(mock.patch.object(hopper, "forward_kernel", recorder))
         patches.enter_context(mock.patch.object(hopper_launch, "multiprocessors", lambda device: 132))
+        patches.enter_context(mock.patch.object(hopper_launch, "counter_of", lambda device: torch.zeros(1).int()))
         hopper.forward(problem, query, key, value, saves=True)
     return launches[0]
 
@@ -159,7 +160,8 @@ class Compiled:
     `spills` counts the loads and stores of local memory, `spills_in_loops` those of them in loops, see `in_loops`, and
     `spills_at_products` those in loops that make products; on gfx942 the first two are the spilled vector registers.
     `products` counts the products of matrices, `units` names the instructions that make them. `serialized` counts
-    ptxas's warnings of products that wait for each other, `handed` holds what threads ask for by setmaxnreg.
+    ptxas's warnings of products that wait for each other, `handed` holds what threads ask for by setmaxnreg, and
+    `overwritten` where in shared memory there is a barrier and at other times something else.
     """
 
     registers: int
@@ -172,6 +174,7 @@ class Compiled:
     spills_at_products: int = 0
     serialized: int = 0
     handed: tuple[int, ...] = ()
+    overwritten: tuple[int, ...] = ()
 
 
 def products_of(text):
@@ -201,7 +204,13 @@ def read_cuda(made):
         **products_of(made.asm["ptx"]),
         serialized=len(re.findall(r"C75\d\d", warnings)),
         handed=tuple(sorted({int(size, 16) for size in re.findall(r"USETMAXREG.*\b0x(\w+)", joined)})),
+        overwritten=tuple(sorted(_offsets(r"SYNCS\.EXCH", joined) & _offsets(r"STS[.\w]*", joined))),
     )
+
+
+def _offsets(instruction, text):
+    """Where in shared memory an instruction writes, but for what registers add."""
+    return {int(offset, 16) for offset in re.findall(rf"\b{instruction} [^\[;]*\[[^\]]*\+(0x\w+)\]", text)}
 
 
 def _warnings(ptx, folder):

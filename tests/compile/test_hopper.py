@@ -17,10 +17,13 @@ FEATURES = {
     "packed": Spec(RAGGED, layout="packed", causal=True, heads=(4, 2)),
     "packed-softcap": Spec(RAGGED, layout="packed", causal=True, score=("softcap",)),
     "alibi": Spec(TWO, score=("alibi",), causal=True),
+    "few": Spec(((20, 100), (20, 100)), heads=(6, 1), causal=True, score=("alibi", "sink")),
+    "few-packed": Spec(((20, 100), (3, 70)), heads=(8, 2), layout="packed", causal=True),
 }
 OTHER_DIMS = (
     ("causal", (96, 64)), ("packed", (40, 40)), ("packed", (128, 128)), ("alibi", (96, 96)), ("window-sink", (80, 64)),
-    ("full", (8, 8)),
+    ("full", (8, 8)), ("full", (256, 256)), ("causal", (192, 128)), ("packed", (256, 192)), ("alibi", (192, 128)),
+    ("packed-softcap", (256, 256)),
 )  # fmt: skip
 ROWS = [
     (feature, dims, torch.bfloat16 if (place + dims[0] // 8) % 2 else torch.float16)
@@ -40,6 +43,7 @@ def test_compiles(feature, dims, dtype):
     assert made.spills_at_products <= MOST_SPILLS, made
     assert made.shared <= aot.SHARED_LIMITS["sm_90"], made
     assert made.units == "wgmma.mma_async", made
+    assert made.overwritten == (), "memory of a barrier that nobody uses holds something else"
     assert made.serialized == 0, "ptxas made products wait for each other (C75xx)"
     given = launch.keywords["REGISTERS"]
     assert given in made.handed, f"consumers got {made.handed} registers and not {given}"

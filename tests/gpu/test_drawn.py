@@ -5,7 +5,7 @@ from dataclasses import replace
 import hypothesis
 import pytest
 import torch
-from hypothesis import given, settings, strategies
+from hypothesis import given, settings
 
 import onchip
 from tests import harness, machine, oracle
@@ -25,12 +25,6 @@ def on_cuda(monkeypatch):
     monkeypatch.setattr(machine, "DEVICE", "cuda")
 
 
-@pytest.fixture
-def on_hopper():
-    if torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("this is no Hopper GPU")
-
-
 def without_functions(spec, layout):
     """The drawn flags in one layout, with other masks and no scores in the place of user functions."""
     mask = spec.mask and " ".join(INSTEAD_OF_FUNCTIONS.get(word, word) for word in spec.mask.split())
@@ -39,28 +33,9 @@ def without_functions(spec, layout):
     return replace(spec, layout=layout, lengths=lengths, mask=mask, score=score)
 
 
-def for_hopper(spec, layout, dim):
-    """What of the drawn flags Hopper's forward has, with head dims that fill its tiles or do not."""
-    mask = spec.mask and "windows"
-    score = tuple(name for name in spec.score if name in ("softcap", "alibi", "sink"))
-    dims = tuple({1: 8, 4: dim, 8: 64, 24: 128}[drawn] for drawn in spec.dims)
-    return replace(without_functions(spec, layout), mask=mask, score=score, dims=dims, dropout_p=0.0)
-
-
 each_layout = pytest.mark.parametrize("layout", ["dense", "padded", "packed", "gapped"])
 # every example compiles kernels: few of them for each test, and none to find a smaller failure
 few = settings(max_examples=15, phases=[phase for phase in hypothesis.Phase if phase.name not in ("shrink", "explain")])
-
-
-@pytest.mark.usefixtures("on_hopper")
-@each_layout
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=lambda d: str(d)[6:])
-@few
-@given(spec=specs(longest=400), dim=strategies.sampled_from((40, 96, 112)))
-def test_any_problem_of_hopper(spec, dim, dtype, layout):
-    spec = for_hopper(spec, layout, dim)
-    hypothesis.note(str(spec))
-    harness.check(build(spec, dtype), "hopper")
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)

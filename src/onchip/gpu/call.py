@@ -18,7 +18,7 @@ import triton
 from torch import Tensor
 
 from onchip import philox
-from onchip.gpu import FORWARD, KEYS, QUERIES
+from onchip.gpu import FORWARD, KEYS, QUERIES, parts
 from onchip.gpu.source import Reads, Semantics, coded, semantics
 from onchip.gpu.walk import Axis, BandVisits, Visits, Walk
 from onchip.lowering import Node, parse
@@ -57,17 +57,34 @@ def power_of_two(size: int) -> int:
     return max(16, triton.next_power_of_2(size))
 
 
+_HERE = nullcontext()
+
+
 def on_device(device: torch.device) -> AbstractContextManager[Any]:
-    if device.type == "cpu" or device.index == torch.cuda.current_device():
-        return nullcontext()
+    # a device of the CPU has no index
+    if device.index is None or device.index == torch.cuda.current_device():
+        return _HERE
     return torch.cuda.device(device)
 
 
 def empty_results(problem: Problem, query: Tensor) -> tuple[Tensor, Tensor]:
     """Out, in the stride order of the query, and LSE, both yet to be written."""
-    out = empty_ordered((*query.shape[:-1], problem.dim_v), query, query.dtype)
-    rows = (problem.heads_q, problem.length_q) if problem.layout == "packed" else query.shape[:-1]
-    return out, torch.empty(rows, dtype=torch.float32, device=query.device)
+    device = query.device
+    packed = problem.layout == "packed"
+    shape, strides, rows, row_strides = _result_layout(query.shape, query.stride(), problem.dim_v, packed)
+    out = torch.empty_strided(shape, strides, dtype=query.dtype, device=device)
+    return out, torch.empty_strided(rows, row_strides, dtype=torch.float32, device=device)
+
+
+@lru_cache(maxsize=1024)
+def _result_layout(
+    shape: tuple[int, ...], strides: tuple[int, ...], dim_v: int, packed: bool
+) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+    """Shape and strides of out, and of the LSE, for those of a query."""
+    query = torch.empty_strided(shape, strides, device="meta")
+    out = empty_ordered((*shape[:-1], dim_v), query, query.dtype)
+    rows = (shape[1], shape[0]) if packed else shape[:-1]
+    return tuple(out.shape), out.stride(), tuple(rows), torch.empty(rows, device="meta").stride()
 
 
 class Tile(Protocol):
@@ -113,10 +130,12 @@ class Call:
     Attributes:
         residual: what a mask says beyond a band, a node of its spec, or None.
         lists: whether kernels walk over lists of blocks. pack: how many query heads of a group stand in one tile.
+        capped: the softcap that the kernels call.
     """
 
     lists = False
     pack = 1
+    capped: Any = parts.capped
 
     def __init__(self, problem: Problem, target: str | None = None) -> None:
         self.problem, self._target = problem, target
@@ -129,7 +148,7 @@ class Call:
         steps = tuple(node for node in scores if node[0] != "sink")
         dense = (place for place, tensor in enumerate(self.tensors) if tensor.dim() and tensor.stride(-1) == 1)
         wide = frozenset(place for place in dense if self.tensors[place].shape[-1] > 1)
-        self.semantics: Semantics = semantics(self.residual, steps, self.packed, wide)
+        self.semantics: Semantics = semantics(self.residual, steps, self.packed, wide, self.capped)
         sink = sink_of(problem.scores)
         self.sink = None if sink is None else sink.contiguous()
 

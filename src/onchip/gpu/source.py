@@ -169,14 +169,15 @@ class Emitter:
 
 
 @lru_cache(maxsize=1024)
-def semantics(mask: Node, scores: tuple[Node, ...], packed: bool, dense: frozenset[int]) -> Semantics:
+def semantics(mask: Node, scores: tuple[Node, ...], packed: bool, dense: frozenset[int], capped: Any) -> Semantics:
     """The functions of a residual mask (a node of a spec, or None) and of score steps in order, without a sink.
 
-    `dense` holds the places of tensors whose last stride is 1.
+    `dense` holds the places of tensors whose last stride is 1. `capped` is the jitted softcap of a score.
     """
     emitter = Emitter(packed, dense)
     keep = None if mask is None else _function("keep", ARGUMENTS, [f"return {emitter.mask(mask)}"])
-    change = None if not scores else _function("change", f"s, {ARGUMENTS}", [*emitter.steps(scores), "return s"])
+    steps = [*emitter.steps(scores), "return s"]
+    change = None if not scores else _function("change", f"s, {ARGUMENTS}", steps, capped=capped)
     # every other step adds a term
     slopes = [f"g = g * capped_slope(s, {emitter.real(rest[0])})" for kind, *rest in scores if kind == "softcap"]
     differentiate = None if not slopes else _function("differentiate", f"g, s, {ARGUMENTS}", [*slopes, "return g"])
@@ -193,12 +194,12 @@ def distance(diagonal: Node, packed: bool) -> tuple[Any, Reads]:
     return _function("distance", ARGUMENTS, [body]), tuple(emitter.reads)
 
 
-def _function(name: str, arguments: str, lines: list[str]) -> Any:
+def _function(name: str, arguments: str, lines: list[str], **beside: Any) -> Any:
     """A jitted function of generated source, under a file name that tracebacks and the compiler find."""
     lines = ["b, h, token_q, token_k, length_q, length_k = where", *lines]
     source = f"def {name}({arguments}):\n" + "".join(f"    {line}\n" for line in lines)
     file = f"<onchip {name} {hashlib.sha256(source.encode()).hexdigest()[:16]}>"
     linecache.cache[file] = (len(source), None, source.splitlines(True), file)
-    scope = {"tl": tl, "capped": parts.capped, "capped_slope": parts.capped_slope, "__name__": __name__}
+    scope = {"tl": tl, "capped_slope": parts.capped_slope, "__name__": __name__} | beside
     exec(compile(source, file, "exec"), scope)
     return triton.jit(scope[name])

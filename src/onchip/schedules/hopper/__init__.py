@@ -1,7 +1,7 @@
 """Kernels for Hopper GPUs in Gluon: one warp brings tiles by TMA, two or three warpgroups multiply and weigh them.
 
-    forward.py  out and LSE    launch.py  what it is given    tiles.py  tile sizes, as data    names.py  Gluon's names
-    traffic.py  what it moves and computes
+    forward.py  out and LSE    launch.py   what it is given    tiles.py  tile sizes, as data
+    special.py  exponentials   names.py    Gluon's names     traffic.py  what it moves and computes
 
 Triton costs a second to import, so it is imported by the first call.
 """
@@ -9,6 +9,8 @@ Triton costs a second to import, so it is imported by the first call.
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Callable
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -23,7 +25,7 @@ NAME = "hopper"
 SUMMARY = (
     "warp-specialised TMA and WGMMA kernels for Hopper GPUs: bands, grouped heads, softcap, ALiBi, sinks, any layout"
 )
-WIDEST = 128
+WIDEST = 256
 """The largest head dim."""
 CAPABILITY = (9, 0)
 
@@ -70,9 +72,15 @@ def unsupported_backward(problem: Problem) -> list[str]:
 
 def forward(problem: Problem, query: Tensor, key: Tensor, value: Tensor, *, saves: bool) -> tuple[Tensor, Tensor]:
     """Out and LSE."""
+    return _kernel()(problem, query, key, value, saves=saves)
+
+
+@cache
+def _kernel() -> Callable[..., tuple[Tensor, Tensor]]:
+    """The function that launches, once Triton is imported."""
     from onchip.schedules.hopper.forward import forward
 
-    return forward(problem, query, key, value, saves=saves)
+    return forward
 
 
 def kernels(problem: Problem, backward: bool, target: str | None) -> list[Kernel]:
@@ -86,4 +94,4 @@ def workspace_bytes(problem: Problem) -> int:
     """Memory beyond inputs, outputs and gradients: a counter, and two numbers for each tile of rows."""
     from onchip.schedules.hopper.launch import Call, Order
 
-    return 4 * Order(Call(problem)).counters
+    return 4 * (1 + Order(Call(problem)).marks)

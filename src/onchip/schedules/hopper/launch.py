@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,14 +14,22 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from onchip.gpu import FORWARD
 from onchip.gpu import call as gpu
 from onchip.gpu.call import power_of_two
+from onchip.gpu.launcher import Launcher, PerProblem
 from onchip.model.hardware import multiprocessors
 from onchip.problem import Problem
+from onchip.schedules.hopper.special import capped
 from onchip.schedules.hopper.tiles import Tile, tile_of
 
-SECTION_BYTES = 32 * 2**20
-"""Keys and values of the heads that are worked on at one time: they should stay in the L2 cache."""
+CACHED_BYTES, SECTION_BYTES, SECTION_HEADS = 8 * 2**20, 64 * 2**20, 16
+"""Keys and values of the heads that are worked on at one time. The first much stays in the L2 cache until all programs
+are through; under a band that ends at the diagonal the second much, and so many heads at least: more heads have more
+long tiles to begin with, which weighs more there."""
 VECTOR = 8
 """Elements in 16 bytes, the least that TMA steps by."""
+PANEL = 64
+"""Elements of a row that the swizzle holds together."""
+NARROW = 128
+"""Up to these head dims q is held in registers."""
 ROWS = 64
 """Of a warpgroup."""
 LAYOUT = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
@@ -28,9 +38,17 @@ LAYOUT = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
 class Call(gpu.Call):
     """One problem on its way to the kernels."""
 
+    capped = capped
+
+    def __init__(self, problem: Problem, target: str | None = None) -> None:
+        super().__init__(problem, target)
+        few = problem.length_q <= ROWS * (max(1, problem.batch) if self.packed else 1)
+        # a tile holds the same number of rows for each, and TMA counts no further than 64 of them
+        self.pack = math.gcd(problem.group, ROWS) if few else 1
+
     def tile(self, kernel: str) -> Tile:
         problem = self.problem
-        return tile_of(max(problem.dim_qk, problem.dim_v), problem.length_k)
+        return tile_of(problem.dim_qk, problem.dim_v)
 
     @property
     def again(self) -> bool:
@@ -44,34 +62,49 @@ class Order:
     Attributes:
         tiles: of each head of a sequence; slots for all sequences, if packed.
         section: heads in a row whose tiles are taken before those of others.
-        counters: ints of workspace: the next tile, and, where tiles may be computed twice, a mark of each program and
-            for each tile its mark and the one that its program took before.
+        marks: ints of workspace, where tiles may be computed twice: a mark of each program, and for each tile its mark
+            and the one that its program took before.
     """
 
     def __init__(self, call: Call) -> None:
         problem = call.problem
-        self.tiles = call.count(problem.length_q, 1, call.tile(FORWARD).rows)
-        heads = problem.heads_q * (1 if call.packed else problem.batch)
+        self.tiles = call.count(problem.length_q, call.pack, call.tile(FORWARD).rows)
+        heads = problem.heads_q // call.pack * (1 if call.packed else problem.batch)
         self.total = self.tiles * heads
         self.programs = min(multiprocessors(problem.device), self.total)
         of_a_head = problem.length_k * (problem.dim_qk + problem.dim_v) * problem.dtype.itemsize
-        self.section = max(1, min(heads, SECTION_BYTES * problem.group // max(1, of_a_head)))
-        self.counters = 1 + (self.programs + 2 * self.total if call.again else 0)
+        size, least = (SECTION_BYTES, SECTION_HEADS) if call.band.has_high else (CACHED_BYTES, 1)
+        self.section = min(heads, max(least, size * problem.group // call.pack // max(1, of_a_head)))
+        self.marks = self.programs + 2 * self.total if call.again else 0
 
 
 def width(dim: int) -> int:
     """The width of a tile in shared memory, whose rows the swizzle cuts into 64 elements."""
-    return max(64, power_of_two(dim))
+    return max(PANEL, power_of_two(dim))
 
 
-def described(tensor: Tensor, packed: bool, rows: int, columns: int) -> TensorDescriptor:
-    """A tensor as TMA sees it, (sequence, head, row, element), in tiles of rows x columns."""
+def pieces(problem: Problem) -> int:
+    """Into how many panels the head dim of q and k is cut; narrow ones are one piece, which registers can hold."""
+    wide = max(problem.dim_qk, problem.dim_v) > NARROW
+    return max(2, -(-problem.dim_qk // PANEL)) if wide else 1
+
+
+def described(tensor: Tensor, packed: bool, rows: int, columns: int, pack: int = 1) -> TensorDescriptor:
+    """Tensors like this one as TMA sees them, (sequence, head, row, element), in tiles of rows x columns; or, where so
+    many heads stand in a tile, (sequence, row, head, element)."""
     shape, strides = list(tensor.shape), list(tensor.stride())
     if packed:
         shape, strides = [1, shape[1], shape[0], shape[2]], [0, strides[1], strides[0], strides[2]]
+    box = [1, 1, rows, columns]
+    if pack > 1:
+        shape[1:3], strides[1:3] = shape[2:0:-1], strides[2:0:-1]
+        box = [1, rows // pack, pack, columns]
     # along an extent of 1 a stride is never used, but has to be one that TMA takes
     strides = [stride if size > 1 else VECTOR for size, stride in zip(shape[:-1], strides[:-1], strict=True)] + [1]
-    return TensorDescriptor(tensor, shape, strides, [1, 1, rows, columns], LAYOUT)
+    descriptor = TensorDescriptor(tensor, shape, strides, box, LAYOUT)
+    # it is kept, and the tensor should not be
+    descriptor.base = None
+    return descriptor
 
 
 def expressible(tensor: Tensor) -> Tensor:
@@ -83,30 +116,84 @@ def expressible(tensor: Tensor) -> Tensor:
     return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
 
 
-def launch(
-    problem: Problem, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor
-) -> tuple[int, tuple[Any, ...], dict[str, Any]]:
-    """Programs, arguments and constants of the forward kernel."""
+@dataclass(frozen=True, eq=False)
+class Prepared:
+    """A launch but for the addresses.
+
+    Attributes:
+        query, key, value, out: descriptors of tensors like those that come.
+        marks: ints of workspace.
+    """
+
+    launcher: Launcher
+    query: TensorDescriptor
+    key: TensorDescriptor
+    value: TensorDescriptor
+    out: TensorDescriptor
+    marks: int
+
+    def run(self, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor) -> None:
+        """Launch the kernel on tensors with the shapes and strides of those that it was prepared for."""
+        device = query.device
+        counter = counter_of(device)
+        work = torch.empty(self.marks, dtype=torch.int32, device=device) if self.marks else counter
+        moved = (_moved(self.query, query), _moved(self.key, key), _moved(self.value, value), _moved(self.out, out))
+        self.launcher(value, out, lse, counter, work, descriptors=moved)
+
+
+def _moved(descriptor: TensorDescriptor, tensor: Tensor) -> TensorDescriptor:
+    """The descriptor of another tensor, whose shape and strides need no second look."""
+    made: TensorDescriptor = object.__new__(TensorDescriptor)
+    made.__dict__.update(descriptor.__dict__)
+    made.base = tensor
+    return made
+
+
+def counter_of(device: torch.device) -> Tensor:
+    """The number of the next tile, 0. A kernel leaves 0 behind, so kernels of one stream share one.
+
+    A captured graph may run beside anything, so it gets one of its own.
+    """
+    if torch.cuda.is_current_stream_capturing():
+        return torch.zeros(1, dtype=torch.int32, device=device)
+    key = device, torch._C._cuda_getCurrentRawStream(device.index)
+    counter = _COUNTERS.get(key)
+    if counter is None:
+        counter = _COUNTERS[key] = torch.zeros(1, dtype=torch.int32, device=device)
+    return counter
+
+
+_COUNTERS: dict[tuple[torch.device, int], Tensor] = {}
+
+
+def prepare(kernel: Any, problem: Problem, query: Tensor, key: Tensor, value: Tensor, out: Tensor) -> Prepared:
+    """The launch of the forward kernel for tensors that TMA can read."""
     call = Call(problem)
     tile, order = call.tile(FORWARD), Order(call)
-    block_d, block_dv = width(problem.dim_qk), width(problem.dim_v)
-    work = torch.zeros(order.counters, dtype=torch.int32, device=query.device)
+    parts = pieces(problem)
+    block_d, block_dv = width(problem.dim_qk) if parts == 1 else PANEL, width(problem.dim_v)
     change = call.semantics.change
-    if key.numel() == 0:
-        # nothing of them is read, but a descriptor stands on memory
-        key, value = query, out
-    values = (
-        described(query, call.packed, ROWS, block_d), described(key, call.packed, tile.columns, block_d),
-        described(value, call.packed, tile.columns, block_dv), described(out, call.packed, ROWS, block_dv),
-        value, out, lse, work, *call.strides(value, VECTOR)[:3], *call.strides(out, VECTOR)[:3], *call.lse_strides,
-        problem.batch, problem.heads_q, problem.length_q, problem.length_k, order.tiles, order.section, order.total,
-        *call.layout, *call.band.arguments, call.scale, call.sink, call.given(call.semantics.reads),
-    )  # fmt: skip
     constants = {
         "change": change, "SCALED": change is not None or problem.scale <= 0, "AGAIN": call.again,
         "LOW": call.band.has_low, "HIGH": call.band.has_high,
-        "ALONE": not call.packed and problem.key_lengths is None, "GROUP": problem.group, "DV": problem.dim_v,
-        "BLOCK_D": block_d, "BLOCK_DV": block_dv, "BK": tile.columns, "GROUPS": tile.groups, "STAGES": tile.stages,
-        "REGISTERS": tile.registers, "num_warps": 4,
+        "ALONE": not call.packed and problem.key_lengths is None, "GROUP": problem.group // call.pack,
+        "PACK": call.pack, "DV": problem.dim_v, "BLOCK_D": block_d, "BLOCK_DV": block_dv, "PIECES": parts,
+        "BK": tile.columns, "GROUPS": tile.groups,
+        "STAGES": tile.stages, "REGISTERS": tile.registers, "num_warps": 4,
     }  # fmt: skip
-    return order.programs, values, constants
+    rest = (
+        *call.strides(value, VECTOR)[:3], *call.strides(out, VECTOR)[:3], *call.lse_strides,
+        problem.batch, problem.heads_q // call.pack, problem.length_q, problem.length_k,
+        order.tiles, order.section, order.total,
+        *call.layout, *call.band.arguments, call.scale, call.sink, call.given(call.semantics.reads),
+    )  # fmt: skip
+    return Prepared(
+        Launcher(kernel, order.programs, rest, constants),
+        described(query, call.packed, ROWS, block_d, call.pack), described(key, call.packed, tile.columns, block_d),
+        described(value, call.packed, tile.columns, block_dv), described(out, call.packed, ROWS, block_dv, call.pack),
+        order.marks,
+    )  # fmt: skip
+
+
+class Prepareds(PerProblem[Prepared]):
+    """Launches by problem, while it lives, and by strides."""

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, tma
 
@@ -12,6 +13,9 @@ store_tile = getattr(tma, "async_store", None) or tma.async_copy_shared_to_globa
 
 copy_elements = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
 """(shared memory, pointers, mask=): threads copy, with zeros where the mask is not set."""
+
+barrier = getattr(gl, "thread_barrier", None) or gl.barrier
+"""The threads of a partition wait for each other."""
 
 
 @builtin

@@ -1,8 +1,4 @@
-"""Tile sizes of the Hopper kernels as data, by head dim and length.
-
-Unlike those of the portable kernels they depend on a length: below 1025 keys the ends of a walk weigh more than its
-middle, and narrow blocks waste less there. So a kind of problem may compile two kernels, and no more.
-"""
+"""Tile sizes of the Hopper kernels as data, by head dim."""
 
 from __future__ import annotations
 
@@ -26,20 +22,20 @@ class Tile:
 
 @dataclass(frozen=True)
 class Row:
-    """The first row that fits names the tile: up to this head dim, the larger of the two, and so many keys in all."""
+    """The first row that fits names the tile: up to these head dims of keys and of values."""
 
-    dim: int
-    length: int | None
+    dim_qk: int
+    dim_v: int
     tile: Tile
 
 
 FORWARD = (
-    Row(64, None, Tile(3, 64, 4, 160)),
-    Row(128, 1024, Tile(2, 64, 4, 240)),
-    Row(128, None, Tile(2, 128, 2, 240)),
+    Row(64, 64, Tile(3, 64, 4, 160)),
+    Row(192, 128, Tile(2, 64, 4, 240)),
+    Row(256, 256, Tile(2, 64, 2, 240)),
 )
 
 
-def tile_of(dim: int, length: int) -> Tile:
-    """The forward's tile for a head dim and a number of keys (of all sequences, if packed)."""
-    return next(row.tile for row in FORWARD if dim <= row.dim and (row.length is None or length <= row.length))
+def tile_of(dim_qk: int, dim_v: int) -> Tile:
+    """The forward's tile for head dims."""
+    return next(row.tile for row in FORWARD if dim_qk <= row.dim_qk and dim_v <= row.dim_v)
