@@ -74,8 +74,8 @@ def attention(
     Cost: 2 * pairs * (dim_qk + dim_v) operations on the visible pairs; memory linear in the lengths. See `onchip.plan`.
     Source: Vaswani et al. 2017, section 3.2.1; Dao 2023, FlashAttention-2, algorithms 1 and 2.
     """
-    if mask is None and score is None and lengths is None and window is None and dropout_seed is None:
-        ready = _ready(query, key, value, causal, scale, dropout_p, deterministic, schedule, False)
+    if mask is None and score is None and lengths is None and dropout_seed is None:
+        ready = _ready(query, key, value, causal, window, scale, dropout_p, deterministic, schedule, False)
         if ready is not None:
             return ops.run_directly(ready, query, key, value)[0]
     if nested.is_given(query, key, value):
@@ -141,8 +141,8 @@ def attention_with_lse(
 
     Arguments and errors are those of `attention`.
     """
-    if mask is None and score is None and lengths is None and window is None and dropout_seed is None:
-        ready = _ready(query, key, value, causal, scale, dropout_p, deterministic, schedule, True)
+    if mask is None and score is None and lengths is None and dropout_seed is None:
+        ready = _ready(query, key, value, causal, window, scale, dropout_p, deterministic, schedule, True)
         if ready is not None:
             return Output(*ops.run_directly(ready, query, key, value))
     if nested.is_given(query, key, value):
@@ -408,6 +408,7 @@ def _ready(
     key: Any,
     value: Any,
     causal: Any,
+    window: Any,
     scale: Any,
     dropout_p: Any,
     deterministic: Any,
@@ -418,7 +419,8 @@ def _ready(
     if (
         ops.is_observed(query, key, value)
         or query.is_nested
-        or autocasts(query.device)
+        or (ops.narrows(query.device) and not _is_cast(query, key, value))
+        or (window is not None and not _is_window(window))
         or (causal is not False and causal is not True)
         or (scale is not None and type(scale) is not float)
         or type(dropout_p) is not float
@@ -430,20 +432,28 @@ def _ready(
         deterministic = torch.are_deterministic_algorithms_enabled()
     facts = (
         *(query.shape, key.shape, value.shape, query.dtype, key.dtype, value.dtype),
-        *(query.device, key.device, value.device, causal, scale, bool(deterministic), schedule, gives_lse),
+        *(query.device, key.device, value.device, causal, window, scale, bool(deterministic), schedule, gives_lse),
     )
     ready = _READY.get(facts)
     if ready is None:
         check_inputs(query, key, value, packed=False)
-        nothing = (None, None, None)
-        problem = _bind(
-            query, key, None, None, value, causal, *nothing, None, scale, 0.0, None, deterministic, schedule, gives_lse
-        )
+        rest = (window, None, None, None, scale, 0.0, None, deterministic, schedule, gives_lse)
+        problem = _bind(query, key, None, None, value, causal, *rest)
         ready = dispatch.Ready(problem)
         if len(_READY) >= _MOST:
             _READY.clear()
         _READY[facts] = ready
     return ready
+
+
+def _is_window(window: Any) -> bool:
+    """Whether a window is one that equals no other but the same: True == 1 would."""
+    return type(window) is tuple and all(side is None or type(side) is int for side in window)
+
+
+def _is_cast(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """Whether autocast would leave the inputs as they are."""
+    return query.dtype == key.dtype == value.dtype == torch.get_autocast_dtype(query.device.type)
 
 
 def _run(problem: Problem, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:

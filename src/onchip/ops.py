@@ -75,6 +75,11 @@ def autocasts(device: torch.device) -> bool:
     return device.type in _AUTOCAST_TYPES and torch.is_autocast_enabled(device.type)
 
 
+def narrows(device: torch.device) -> bool:
+    """`autocasts` for code that no compiler traces: one question while autocast is off everywhere."""
+    return torch._C._is_any_autocast_enabled() and autocasts(device)
+
+
 def _full_precision(device: torch.device) -> AbstractContextManager[None]:
     """The public functions have cast the inputs; autocast must not narrow the products inside as well."""
     if autocasts(device):
@@ -100,7 +105,7 @@ def _forward(
 
 
 def _compute(ready: dispatch.Ready, query: Tensor, key: Tensor, value: Tensor, *, saves: bool) -> tuple[Tensor, Tensor]:
-    if autocasts(query.device):
+    if narrows(query.device):
         with torch.autocast(query.device.type, enabled=False):
             return _compute(ready, query, key, value, saves=saves)
     done: tuple[Tensor, Tensor, Tensor] | None = None
@@ -151,7 +156,7 @@ def _differentiate(
 ) -> list[Tensor | None]:
     """Gradients of query, key, value and of each of `tensors`, None where not needed."""
     arguments = (grad_out, grad_lse, query, key, value, out, lse, tensors, needs)
-    if autocasts(query.device):
+    if narrows(query.device):
         with torch.autocast(query.device.type, enabled=False):
             return _differentiate(ready, *arguments)
     for schedule in ready.backward:
@@ -236,7 +241,8 @@ class _Direct(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> Any:
         query, key, value, out, lse, *tensors = ctx.saved_tensors
-        needs = [*ctx.needs_input_grad[:3], *ctx.needs_input_grad[5:]]
+        every = ctx.needs_input_grad
+        needs = [*every[:3], *every[5:]]
         if (grad_out is None and grad_lse is None) or not any(needs):
             return (None,) * (5 + len(tensors))
         gradients: Sequence[Tensor | None]
@@ -458,7 +464,7 @@ def run_directly(
         query.requires_grad
         or key.requires_grad
         or value.requires_grad
-        or any(tensor.requires_grad for tensor in tensors)
+        or (tensors and any(tensor.requires_grad for tensor in tensors))
     ):
         # a named schedule that has no backward says so now
         assert ready.backward

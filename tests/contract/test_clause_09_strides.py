@@ -36,6 +36,25 @@ def test_queries_keys_and_values_of_one_packed_projection(schedule, dtype, devic
         assert torch.equal(part.transpose(1, 2), copy.grad)
 
 
+def test_addresses_between_those_that_vectors_are_read_from(schedule, dtype, device):
+    """The same call again and again, where its tensors start at multiples of 16 bytes, or one element behind.
+
+    Other bits are allowed: a processor's own products depend on addresses.
+    """
+    size, shape = 2 * LENGTH * 16, (1, 2, LENGTH, 16)
+    buffers = torch.randn(3, size + 16, dtype=dtype, device=device)
+    d_out = torch.randn(shape, dtype=dtype, device=device)
+    for offsets in ((0, 0, 0), (1, 0, 0), (0, 0, 0), (0, 1, 1), (0, 0, 0)):
+        views = [buffer[offset : offset + size].view(shape) for buffer, offset in zip(buffers, offsets, strict=True)]
+        results = []
+        for leaves in (views, [view.clone() for view in views]):
+            leaves = [leaf.detach().requires_grad_() for leaf in leaves]
+            out = onchip.attention(*leaves, causal=True, schedule=schedule)
+            results.append((out, *torch.autograd.grad(out, leaves, d_out)))
+        for got, expected in zip(*results, strict=True):
+            assert (got - expected).abs().max() <= 4 * torch.finfo(dtype).eps * expected.abs().max()
+
+
 def test_expanded_keys_and_values(schedule, dtype, device):
     key, value = torch.randn(2, 2, 1, LENGTH, 16, dtype=dtype, device=device)
     query = torch.randn(2, 4, LENGTH, 16, dtype=dtype, device=device)

@@ -43,11 +43,40 @@ def test_the_operator_gives_the_same_bits(spec):
     harness.assert_same_bits(direct, observed)
 
 
-def test_a_second_call_asks_nothing_again(monkeypatch):
+@pytest.mark.parametrize(
+    "options", [{"causal": True}, {"window": (5, None)}, {"window": (3, 2), "scale": 0.5}], ids=str
+)
+def test_a_second_call_asks_nothing_again(monkeypatch, options):
     leaves = torch.randn(3, 1, 2, 24, 8).unbind()
-    first = onchip.attention(*leaves, causal=True)
+    first = onchip.attention(*leaves, **options)
     monkeypatch.setattr(sys.modules["onchip.attention"], "_bind", None)
-    assert torch.equal(onchip.attention(*leaves, causal=True), first)
+    assert torch.equal(onchip.attention(*leaves, **options), first)
+
+
+def test_autocast_is_asked_for_each_time():
+    """Inputs that have its dtype are taken as they are, others are cast; its dtype reaches no product inside."""
+    full = [leaf.requires_grad_() for leaf in torch.randn(3, 1, 2, 24, 8).unbind()]
+    low = [leaf.detach().bfloat16().requires_grad_() for leaf in full]
+
+    def results(leaves):
+        out = onchip.attention(*leaves, schedule="tiled")
+        return out.detach(), *torch.autograd.grad(out.sum(), leaves)
+
+    expected = results(full), results(low)
+    for _ in range(2):
+        with torch.autocast("cpu", torch.bfloat16):
+            cast, same = results(full), results(low)
+        assert torch.equal(cast[0], expected[1][0])
+        for got, wanted in ((same, expected[1]), (results(full), expected[0]), (results(low), expected[1])):
+            assert all(torch.equal(one, other) for one, other in zip(got, wanted, strict=True))
+
+
+def test_inputs_that_autocast_leaves_as_they_are_are_remembered(monkeypatch):
+    low = torch.randn(3, 1, 2, 24, 8, dtype=torch.bfloat16).unbind()
+    expected = onchip.attention(*low)
+    monkeypatch.setattr(sys.modules["onchip.attention"], "_bind", None)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(onchip.attention(*low), expected)
 
 
 def test_what_is_remembered_stays_bounded(monkeypatch):
@@ -66,15 +95,21 @@ def test_what_is_remembered_stays_bounded(monkeypatch):
         ({"dropout_p": False}, TypeError),
         ({"schedule": "none"}, ValueError),
         ({"window": 3}, TypeError),
+        ({"window": (True, 0)}, TypeError),
+        ({"window": (1, False)}, TypeError),
+        ({"window": (1.0, 0)}, TypeError),
+        ({"window": (1, 0, 0)}, TypeError),
+        ({"window": (-1, 0)}, ValueError),
         ({"dropout_seed": 0.5}, TypeError),
     ],
 )
 def test_a_call_that_equals_a_good_one_is_checked(change, error):
     """1 == True and False == 0.0, so what is remembered must not let the wrong type in."""
     leaves = torch.randn(3, 1, 2, 24, 8).unbind()
-    onchip.attention(*leaves, causal=True, scale=1.0, dropout_p=0.0)
+    good = {"causal": True, "scale": 1.0, "dropout_p": 0.0, "window": (1, 0)}
+    onchip.attention(*leaves, **good)
     with pytest.raises(error):
-        onchip.attention(*leaves, **{"causal": True, "scale": 1.0, "dropout_p": 0.0} | change)
+        onchip.attention(*leaves, **good | change)
 
 
 def test_other_dtypes_and_shapes_are_other_calls():
@@ -147,7 +182,7 @@ def test_masks_of_each_sequence_are_clipped_alike():
 def test_every_argument_is_another_call():
     """The same shapes with other flags are not answered from what is remembered."""
     leaves = torch.randn(3, 1, 2, 24, 8).unbind()
-    for options in ({}, {"causal": True}, {"scale": 0.5}, {"scale": 2.0, "causal": True}):
+    for options in ({}, {"causal": True}, {"scale": 0.5}, {"scale": 2.0, "causal": True}, {"window": (4, 1)}):
         for schedule in (None, "aten", "tiled"):
             got = onchip.attention_with_lse(*leaves, **options, schedule=schedule)
             want = onchip.attention_with_lse(*leaves, **options, schedule="dense")

@@ -10,6 +10,11 @@ from typing import Any
 _HELD: ContextVar[list[tuple[str, Any]] | None] = ContextVar("held", default=None)
 
 
+def is_held() -> bool:
+    """Whether kernels are compiled and not launched, see `compiling`."""
+    return _HELD.get() is not None
+
+
 def start(kernel: Any, programs: int) -> Callable[..., Any]:
     """What starts a kernel with so many programs, when it is called with the kernel's arguments."""
     held = _HELD.get()

@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -61,9 +63,7 @@ def unsupported(problem: Problem) -> list[str]:
 
 def forward(problem: Problem, query: Tensor, key: Tensor, value: Tensor, *, saves: bool) -> tuple[Tensor, Tensor]:
     """Out and LSE."""
-    from onchip.schedules.triton.forward import forward
-
-    return forward(problem, query, key, value, saves=saves)
+    return _kernels()[0](problem, query, key, value, saves=saves)
 
 
 def backward(
@@ -79,9 +79,16 @@ def backward(
     needs: Sequence[bool],
 ) -> list[Tensor | None]:
     """Gradients of query, key, value and of each of `tensors`, None where not needed."""
-    from onchip.schedules.triton.backward import backward
+    return _kernels()[1](problem, grad_out, grad_lse, query, key, value, out, lse, tensors, needs)
 
-    return backward(problem, grad_out, grad_lse, query, key, value, out, lse, tensors, needs)
+
+@cache
+def _kernels() -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """The functions that launch, once Triton is imported."""
+    from onchip.schedules.triton.backward import backward
+    from onchip.schedules.triton.forward import forward
+
+    return forward, backward
 
 
 def kernels(problem: Problem, backward: bool, target: str | None) -> list[Kernel]:

@@ -17,6 +17,8 @@ Source: Dao 2023, FlashAttention-2, algorithm 2; dlse enters like a negative del
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -26,6 +28,7 @@ from torch import Tensor
 
 from onchip.gpu import GRADIENT, KEYS, QUERIES
 from onchip.gpu.call import on_device
+from onchip.gpu.launcher import Launcher, PerProblem
 from onchip.gpu.parts import (
     LOG2E,
     alive,
@@ -49,8 +52,11 @@ from onchip.gpu.source import distance
 from onchip.gpu.start import start
 from onchip.lowering import Node
 from onchip.problem import Problem
-from onchip.schedules.triton.launch import Call
-from onchip.strides import empty_ordered, laid_out
+from onchip.schedules.triton.launch import Call, are_aligned, conditions
+from onchip.strides import laid_out
+
+DELTA = "delta"
+"""The kernel of the rows' deltas, beside those of onchip.gpu."""
 
 UNSPECIALIZED = [
     "low", "high", "low_aligned", "high_aligned", "batch", "heads", "length_q", "length_k", "tiles", "threshold",
@@ -544,8 +550,36 @@ def backward(
     if out.numel() == 0:
         every = zip((query, key, value, *tensors), needs, strict=True)
         return [torch.zeros_like(tensor) if need else None for tensor, need in every]
+    if grad_out is None:
+        grad_out = torch.zeros_like(out)
     with on_device(query.device):
         return _Backward(problem, grad_out, grad_lse, query, key, value, out, lse).gradients(tensors, needs)
+
+
+@dataclass(frozen=True, eq=False)
+class _Launches:
+    """What backwards of one problem launch whose tensors have certain strides.
+
+    Attributes:
+        changes: whether query, key or value has to be copied before it is read. copies: whether grad_out has to be.
+        found: each launch from when it is first needed, by kernel and by which gradients it writes.
+    """
+
+    changes: bool
+    copies: bool
+    found: dict[Any, Launcher] = field(default_factory=dict)
+
+    @staticmethod
+    def of(call: Call, grad_out: Tensor, out: Tensor, *inputs: Tensor) -> "_Launches":
+        """None yet, for tensors with the strides of these, which are aligned alike."""
+        read = call.readable(*inputs)
+        changes = any(one is not other for one, other in zip(read, inputs, strict=True))
+        # an expanded gradient, as sums give it, would slow every load of it: a copy is read many times
+        copies = call.vector(grad_out) == 1 and (call.vector(*read, out) > 1 or grad_out.dtype == torch.float32)
+        return _Launches(changes, copies)
+
+
+_LAUNCHES: PerProblem[_Launches] = PerProblem()
 
 
 class _Backward:
@@ -554,7 +588,7 @@ class _Backward:
     def __init__(
         self,
         problem: Problem,
-        grad_out: Tensor | None,
+        grad_out: Tensor,
         grad_lse: Tensor | None,
         query: Tensor,
         key: Tensor,
@@ -562,46 +596,49 @@ class _Backward:
         out: Tensor,
         lse: Tensor,
     ) -> None:
-        self._problem, self._call = problem, Call(problem)
-        call = self._call
-        if grad_out is None:
-            grad_out = torch.zeros_like(out)
-        query, key, value = call.readable(query, key, value)
-        if call.vector(grad_out) == 1 and (call.vector(query, key, value, out) > 1 or grad_out.dtype == torch.float32):
-            # an expanded gradient, as sums give it, would slow every load of it: a copy is read many times
-            grad_out = empty_ordered(tuple(out.shape), out, out.dtype).copy_(grad_out)
-        self._inputs = (query, key, value, grad_out)
-        self._lse, self._delta = lse.contiguous(), torch.empty_like(lse, memory_format=torch.contiguous_format)
+        self._problem = problem
+        inputs: tuple[Tensor, ...] = (query, key, value)
+        given = (*inputs, grad_out, out)
+        facts = (
+            *[tensor.stride() for tensor in given],
+            None if grad_lse is None else grad_lse.stride(),
+            *conditions(problem),
+        )
+        known = _LAUNCHES.of(problem) if are_aligned(*given) else {}
+        launches = known.get(facts)
+        if launches is None:
+            launches = known[facts] = _Launches.of(self._call, grad_out, out, *inputs)
+        self._found = launches.found
+        if launches.changes:
+            inputs = self._call.readable(*inputs)
+        if launches.copies:
+            grad_out = torch.empty_like(out).copy_(grad_out)
+        self._inputs = (*inputs, grad_out)
+        self._lse = lse.contiguous()
+        self._delta = torch.empty_like(self._lse)
         self._sum_rows(out, grad_lse)
-        self._scales = (problem.scale, call.scale)
+
+    @cached_property
+    def _call(self) -> Call:
+        # nothing that is kept may hold it, since it holds the problem
+        return Call(self._problem)
 
     def _sum_rows(self, out: Tensor, grad_lse: Tensor | None) -> None:
-        call, problem, grad_out = self._call, self._problem, self._inputs[3]
-        rows, vector = 64, call.vector(out, grad_out)
-        tiles = -(-problem.length_q // rows)
-        strides: tuple[int, ...] = (0, 0, 0)
-        if grad_lse is not None:
-            strides = (0, *grad_lse.stride()) if call.packed else grad_lse.stride()
-        start(delta_kernel, tiles * problem.heads_q * (1 if call.packed else problem.batch))(
-            out, grad_out, self._lse, grad_lse, self._delta, *call.all_strides(vector, out, grad_out),
-            *call.lse_strides, *strides, problem.heads_q, problem.length_q, tiles,
-            DV=problem.dim_v, BLOCK_DV=call.block_dv, BQ=rows, WIDE=call.wide(out, grad_out),
-            VECTOR=vector, num_warps=4,
-        )  # fmt: skip
+        launcher = self._found.get(DELTA)
+        if launcher is None or launcher.kernel is not delta_kernel:
+            launcher = self._found[DELTA] = _sums_rows(self._call, out, self._inputs[3], grad_lse)
+        launcher(out, self._inputs[3], self._lse, grad_lse, self._delta)
 
     def gradients(self, tensors: Sequence[Tensor], needs: Sequence[bool]) -> list[Tensor | None]:
-        call = self._call
-        query, key, value, _ = self._inputs
-        gradients: list[Tensor | None] = [
-            torch.empty_like(tensor) if need else None
-            for tensor, need in zip((query, key, value), needs[:3], strict=True)
-        ]
-        gradients += [None] * len(tensors)
-        if gradients[1] is not None or gradients[2] is not None:
-            self._of_keys(gradients[1], gradients[2])
-        if gradients[0] is not None:
-            self._of_queries(gradients[0])
-        for node in call.score_nodes:
+        grad_query, grad_key, grad_value = (
+            torch.empty_like(tensor) if need else None for tensor, need in zip(self._inputs[:3], needs[:3], strict=True)
+        )
+        gradients: list[Tensor | None] = [grad_query, grad_key, grad_value, *[None] * len(tensors)]
+        if grad_key is not None or grad_value is not None:
+            self._of_keys(grad_key, grad_value)
+        if grad_query is not None:
+            self._of_queries(grad_query)
+        for node in self._call.score_nodes if any(needs[3:]) else ():
             place = 3 + node[1]
             if node[0] != "softcap" and needs[place]:
                 found = self._of_sink(tensors[node[1]]) if node[0] == "sink" else self._of_step(node, tensors[node[1]])
@@ -609,33 +646,17 @@ class _Backward:
         return gradients
 
     def _of_keys(self, grad_key: Tensor | None, grad_value: Tensor | None) -> None:
-        call, problem = self._call, self._problem
-        tile = call.tile(KEYS)
-        given = [tensor for tensor in (*self._inputs, grad_key, grad_value) if tensor is not None]
-        tiles, vector = call.count(problem.length_k, 1, tile.columns), call.vector(*given)
-        start(keys_kernel, tiles * problem.heads_kv * (1 if call.packed else problem.batch))(
-            *self._inputs, self._lse, self._delta, grad_key, grad_value,
-            *call.all_strides(vector, *self._inputs, grad_key, grad_value), *call.lse_strides,
-            problem.batch, problem.heads_kv, problem.length_q, problem.length_k, tiles, *call.layout,
-            *call.band.arguments, *call.lists_for(KEYS), *self._scales, *call.dropout,
-            call.given(call.semantics.reads), keep=call.semantics.keep, change=call.semantics.change,
-            differentiate=call.semantics.differentiate, WIDE=call.wide(*given), VECTOR=vector,
-            **call.constants(tile),
-        )  # fmt: skip
+        place = KEYS, grad_key is None, grad_value is None
+        launcher = self._found.get(place)
+        if launcher is None or launcher.kernel is not keys_kernel:
+            launcher = self._found[place] = _of_keys(self._call, self._inputs, grad_key, grad_value)
+        launcher(*self._inputs, self._lse, self._delta, grad_key, grad_value)
 
     def _of_queries(self, grad_query: Tensor) -> None:
-        call, problem = self._call, self._problem
-        tile = call.tile(QUERIES)
-        tensors = (*self._inputs, grad_query)
-        vector = call.vector(*tensors)
-        tiles, heads = call.count(problem.length_q, call.pack, tile.rows), problem.heads_q // call.pack
-        start(queries_kernel, tiles * heads * (1 if call.packed else problem.batch))(
-            *self._inputs, self._lse, self._delta, grad_query, *call.all_strides(vector, *tensors), *call.lse_strides,
-            problem.batch, heads, problem.length_q, problem.length_k, tiles, *call.layout, *call.band.arguments,
-            *call.lists_for(QUERIES), *self._scales, *call.dropout, call.given(call.semantics.reads),
-            keep=call.semantics.keep, change=call.semantics.change, differentiate=call.semantics.differentiate,
-            PACK=call.pack, WIDE=call.wide(*tensors), VECTOR=vector, **call.constants(tile),
-        )  # fmt: skip
+        launcher = self._found.get(QUERIES)
+        if launcher is None or launcher.kernel is not queries_kernel:
+            launcher = self._found[QUERIES] = _of_queries(self._call, self._inputs, grad_query)
+        launcher(*self._inputs, self._lse, self._delta, grad_query)
 
     def _of_sink(self, logits: Tensor) -> Tensor:
         """A sink is one more key whose value is 0: its weight is exp(sink - lse), its gradient -weight * delta."""
@@ -680,7 +701,62 @@ class _Backward:
             *self._inputs, self._lse, self._delta, total, *call.all_strides(vector, *self._inputs), *total.stride(),
             *call.lse_strides, problem.batch, problem.heads_q, problem.length_q, problem.length_k,
             sums_b, sums_h, tiles_q, tiles_k, rows, columns, *call.layout, *call.band.arguments,
-            self._scales[1], *call.dropout, call.given(call.semantics.reads), call.given(reads),
+            call.scale, *call.dropout, call.given(call.semantics.reads), call.given(reads),
             keep=call.semantics.keep, change=call.semantics.change, weigh=weigh, ROWS=rows > 1, COLUMNS=columns > 1,
             WIDE=call.wide(*self._inputs), VECTOR=vector, **constants,
         )  # fmt: skip
+
+
+# Launches for tensors with the strides of those given, which are aligned alike
+
+
+def _sums_rows(call: Call, out: Tensor, grad_out: Tensor, grad_lse: Tensor | None) -> Launcher:
+    problem, rows, vector = call.problem, 64, call.vector(out, grad_out)
+    tiles = -(-problem.length_q // rows)
+    strides: tuple[int, ...] = (0, 0, 0)
+    if grad_lse is not None:
+        strides = (0, *grad_lse.stride()) if call.packed else grad_lse.stride()
+    rest = (
+        *call.all_strides(vector, out, grad_out), *call.lse_strides, *strides, problem.heads_q, problem.length_q, tiles,
+    )  # fmt: skip
+    constants = {
+        "DV": problem.dim_v, "BLOCK_DV": call.block_dv, "BQ": rows, "WIDE": call.wide(out, grad_out),
+        "VECTOR": vector, "num_warps": 4,
+    }  # fmt: skip
+    programs = tiles * problem.heads_q * (1 if call.packed else problem.batch)
+    return Launcher(delta_kernel, programs, rest, constants)
+
+
+def _of_keys(call: Call, inputs: tuple[Tensor, ...], grad_key: Tensor | None, grad_value: Tensor | None) -> Launcher:
+    problem, tile = call.problem, call.tile(KEYS)
+    given = [tensor for tensor in (*inputs, grad_key, grad_value) if tensor is not None]
+    tiles, vector = call.count(problem.length_k, 1, tile.columns), call.vector(*given)
+    rest = (
+        *call.all_strides(vector, *inputs, grad_key, grad_value), *call.lse_strides,
+        problem.batch, problem.heads_kv, problem.length_q, problem.length_k, tiles, *call.layout,
+        *call.band.arguments, *call.lists_for(KEYS), problem.scale, call.scale, *call.dropout,
+        call.given(call.semantics.reads),
+    )  # fmt: skip
+    constants = {
+        "keep": call.semantics.keep, "change": call.semantics.change, "differentiate": call.semantics.differentiate,
+        "WIDE": call.wide(*given), "VECTOR": vector,
+    }  # fmt: skip
+    programs = tiles * problem.heads_kv * (1 if call.packed else problem.batch)
+    return Launcher(keys_kernel, programs, rest, constants | call.constants(tile))
+
+
+def _of_queries(call: Call, inputs: tuple[Tensor, ...], grad_query: Tensor) -> Launcher:
+    problem, tile, tensors = call.problem, call.tile(QUERIES), (*inputs, grad_query)
+    vector = call.vector(*tensors)
+    tiles, heads = call.count(problem.length_q, call.pack, tile.rows), problem.heads_q // call.pack
+    rest = (
+        *call.all_strides(vector, *tensors), *call.lse_strides, problem.batch, heads, problem.length_q,
+        problem.length_k, tiles, *call.layout, *call.band.arguments, *call.lists_for(QUERIES), problem.scale,
+        call.scale, *call.dropout, call.given(call.semantics.reads),
+    )  # fmt: skip
+    constants = {
+        "keep": call.semantics.keep, "change": call.semantics.change, "differentiate": call.semantics.differentiate,
+        "PACK": call.pack, "WIDE": call.wide(*tensors), "VECTOR": vector,
+    }  # fmt: skip
+    programs = tiles * heads * (1 if call.packed else problem.batch)
+    return Launcher(queries_kernel, programs, rest, constants | call.constants(tile))

@@ -12,11 +12,12 @@ from torch import Tensor
 from onchip.gpu import FORWARD, GRADIENT, KEYS, QUERIES
 from onchip.gpu import call as gpu
 from onchip.gpu.call import power_of_two, precision_of
+from onchip.gpu.launcher import ALIGNED
 from onchip.gpu.walk import BLOCK, Axis, ListVisits, Walk
 from onchip.normal_form import Tiles
 from onchip.problem import Problem
 from onchip.schedules.triton.tiles import FEW, Tile
-from onchip.schedules.triton.tuned import Choice, choose
+from onchip.schedules.triton.tuned import Choice, choose, generation
 from onchip.states import EMPTY, PARTIAL
 from onchip.tile import RectGeometry
 
@@ -160,6 +161,20 @@ class Call(gpu.Call):
             "LISTS": self.lists, "CAREFUL": self.careful, "PRECISION": precision_of(problem.dtype, self.target),
             "num_warps": tile.warps, "num_stages": tile.stages,
         }  # fmt: skip
+
+
+def conditions(problem: Problem) -> tuple[Any, ...]:
+    """What may change between two calls of one problem, and decides which kernels they launch: tiles and precision."""
+    precision = torch.backends.cuda.matmul.fp32_precision if problem.dtype == torch.float32 else None
+    return generation(), precision
+
+
+def are_aligned(*tensors: Tensor) -> bool:
+    """Whether vectors of 16 bytes may be read from where these tensors start."""
+    together = 0
+    for tensor in tensors:
+        together |= tensor.data_ptr()
+    return together % ALIGNED == 0
 
 
 def _aligned(tensor: Tensor) -> Tensor:

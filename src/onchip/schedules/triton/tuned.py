@@ -17,6 +17,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -207,6 +208,21 @@ Table = Mapping[tuple[str, int, str], tuple[Entry, ...]]
 _TABLES: dict[torch.device, Table] = {}
 
 
+_changes = count()
+_generation = next(_changes)
+
+
+def generation() -> int:
+    """Another number whenever `choose` may answer otherwise than before."""
+    return _generation
+
+
+def _ask_again() -> None:
+    global _generation
+    choose.cache_clear()
+    _generation = next(_changes)
+
+
 @lru_cache(maxsize=4096)
 def choose(device: torch.device | None, target: str, kernel: str, dim: int, bits: int, kind: str) -> Choice:
     """The tile of a kernel.
@@ -263,7 +279,7 @@ def entry_for(table: Table, kernel: str, dim: int, bits: int, kind: str) -> Entr
 def forget() -> None:
     """Read the files again at the next call."""
     _TABLES.clear()
-    choose.cache_clear()
+    _ask_again()
 
 
 @contextmanager
@@ -271,7 +287,7 @@ def substituted(device: torch.device, entries: Iterable[Entry]) -> Iterator[None
     """Inside, the process takes these tiles on a device, and beside them what is shipped."""
     before = _TABLES.get(device)
     _TABLES[device] = table_of(entries)
-    choose.cache_clear()
+    _ask_again()
     try:
         yield
     finally:
@@ -279,4 +295,4 @@ def substituted(device: torch.device, entries: Iterable[Entry]) -> Iterator[None
             del _TABLES[device]
         else:
             _TABLES[device] = before
-        choose.cache_clear()
+        _ask_again()
