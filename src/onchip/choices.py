@@ -1,7 +1,8 @@
 """Which schedule a problem tries first, as data: what `benchmarks/cpu.py --choices` measured.
 
-The record lies in `benchmarks/results/<processor>/choices.json`, and a test holds the table against it. Schedules that
-a row does not name follow in the order in which they are registered.
+Its record lies in `benchmarks/results/<processor>/choices.json`; that of `benchmarks/gpu_choices.py`, which the table
+for Hopper GPUs is to follow from, in `benchmarks/results/<device>/forward-choices.json`. Tests hold the tables against
+the records. Schedules that a row does not name follow in the order in which they are registered.
 """
 
 from __future__ import annotations
@@ -56,6 +57,33 @@ CPU = (
 )
 
 
+@dataclass(frozen=True)
+class GpuChoice:
+    """The first row that fits a forward on a GPU names the schedules to try first.
+
+    Attributes:
+        first: schedules, the best one first.
+        queries: fits up to so many queries per sequence; of a packed batch the mean counts, as for keys.
+        keys: fits from so many keys per sequence on.
+        tiles: fits below so many tiles of GPU_ROWS rows, if the query heads of a group stand in one tile: how many
+            programs there is work for, over all sequences and key heads.
+    """
+
+    first: tuple[str, ...]
+    queries: int | None = None
+    keys: int = 0
+    tiles: int | None = None
+
+
+GPU_ROWS = 64
+HOPPER = (
+    # a guess until there is a record: fewer tiles than an H100 or H200 has multiprocessors, and long walks
+    GpuChoice(("triton",), queries=64, keys=1024, tiles=132),
+)
+"""Where `hopper` runs, which is first otherwise. It asks for no device: elsewhere `hopper` refuses every problem, and
+the order of the others stays."""
+
+
 def kind_of(problem: Problem) -> str:
     """What a problem asks for beside plain attention.
 
@@ -74,6 +102,8 @@ def kind_of(problem: Problem) -> str:
 
 def preferred(problem: Problem, backward: bool) -> tuple[str, ...]:
     """Names of the schedules to try first; none on a device without a table."""
+    if problem.device.type == "cuda":
+        return () if backward else _preferred_on_gpu(problem)
     if problem.device.type != "cpu":
         return ()
     kind, dtype = kind_of(problem), _dtype_of(problem.dtype)
@@ -89,6 +119,22 @@ def preferred(problem: Problem, backward: bool) -> tuple[str, ...]:
             and (row.below is None or length < row.below)
             and heads >= row.heads
             and (row.scores is None or scores <= row.scores)
+        ):
+            return row.first
+    return ()
+
+
+def _preferred_on_gpu(problem: Problem) -> tuple[str, ...]:
+    """By sizes alone: nothing is asked of the device."""
+    batch = problem.batch
+    sequences = max(1, batch) if problem.layout == "packed" else 1
+    queries, keys = -(-problem.length_q // sequences), problem.length_k // sequences
+    tiles = batch * problem.heads_kv * -(-queries * problem.group // GPU_ROWS)
+    for row in HOPPER:
+        if (
+            (row.queries is None or queries <= row.queries)
+            and keys >= row.keys
+            and (row.tiles is None or tiles < row.tiles)
         ):
             return row.first
     return ()

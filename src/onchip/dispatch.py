@@ -24,7 +24,7 @@ from onchip.model.roofline import Roofline, roofline
 from onchip.problem import Problem
 from onchip.schedules import aten, dense, hopper, tiled, triton
 
-ScheduleName = Literal["aten", "triton", "hopper", "tiled", "dense"]
+ScheduleName = Literal["aten", "hopper", "triton", "tiled", "dense"]
 
 
 @dataclass(frozen=True)
@@ -70,6 +70,15 @@ _SCHEDULES = (
         aten.backward,
     ),
     Schedule(
+        hopper.NAME,
+        hopper.SUMMARY,
+        hopper.unsupported,
+        hopper.unsupported_backward,
+        hopper.kernels,
+        hopper.workspace_bytes,
+        hopper.forward,
+    ),
+    Schedule(
         triton.NAME,
         triton.SUMMARY,
         triton.unsupported,
@@ -78,16 +87,6 @@ _SCHEDULES = (
         triton.workspace_bytes,
         triton.forward,
         triton.backward,
-    ),
-    # on request alone, until the whole of the tests has run over it on the card
-    Schedule(
-        hopper.NAME,
-        hopper.SUMMARY,
-        hopper.unsupported,
-        hopper.unsupported_backward,
-        hopper.kernels,
-        hopper.workspace_bytes,
-        hopper.forward,
     ),
     Schedule(
         tiled.NAME,
