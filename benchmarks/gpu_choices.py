@@ -45,8 +45,8 @@ RECORDS = Path("benchmarks/results/nvidia-h200")
 ROUNDS, WARMUP, SAMPLE_MS = 5, 2, 3.0
 WIDTH = 98
 
-QUERIES, KEYS, BATCHES, DIMS = (1, 4, 16, 64, 128, 512), (512, 4096, 32768), (1, 8, 64), (64, 128, 256)
-HEADS, KEY_HEADS = 32, {64: (32, 8), 128: (32, 8, 1), 256: (32, 8)}
+QUERIES, KEYS, BATCHES, DIMS = (1, 16, 64, 512), (512, 4096, 32768), (1, 8, 64), (64, 128)
+HEADS, KEY_HEADS = 32, {64: (32, 8), 128: (32, 8)}
 SHARED = 64
 """Up to so many queries the heads of a group stand in one tile, in a kernel of its own."""
 LARGEST_BYTES, LARGEST_OPERATIONS = 8e9, 3e12
@@ -257,7 +257,12 @@ def _replayed(call: Contender, device: torch.device) -> Contender:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         call()
-    return graph.replay
+    return partial(_replay, graph, call)
+
+
+def _replay(graph: torch.cuda.CUDAGraph, call: Contender) -> None:
+    """Replay a graph of the call, which holds the tensors that the graph reads."""
+    graph.replay()
 
 
 def _fail(error: Exception) -> NoReturn:

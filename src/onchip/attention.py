@@ -13,7 +13,7 @@ from onchip.dispatch import Plan, ScheduleName
 from onchip.masks import Mask
 from onchip.ops import autocasts
 from onchip.problem import Problem, check_inputs, check_lengths, check_number, layout_shape
-from onchip.scores import Score, ordered
+from onchip.scores import Score, Softcap, ordered
 
 Lengths = tuple[Tensor | None, Tensor | None]
 Window = tuple[int | None, int | None]
@@ -74,8 +74,8 @@ def attention(
     Cost: 2 * pairs * (dim_qk + dim_v) operations on the visible pairs; memory linear in the lengths. See `onchip.plan`.
     Source: Vaswani et al. 2017, section 3.2.1; Dao 2023, FlashAttention-2, algorithms 1 and 2.
     """
-    if mask is None and score is None and lengths is None and dropout_seed is None:
-        ready = _ready(query, key, value, causal, window, scale, dropout_p, deterministic, schedule, False)
+    if mask is None and lengths is None and dropout_seed is None and (score is None or type(score) is Softcap):
+        ready = _ready(query, key, value, causal, window, score, scale, dropout_p, deterministic, schedule, False)
         if ready is not None:
             return ops.run_directly(ready, query, key, value)[0]
     if nested.is_given(query, key, value):
@@ -141,8 +141,8 @@ def attention_with_lse(
 
     Arguments and errors are those of `attention`.
     """
-    if mask is None and score is None and lengths is None and dropout_seed is None:
-        ready = _ready(query, key, value, causal, window, scale, dropout_p, deterministic, schedule, True)
+    if mask is None and lengths is None and dropout_seed is None and (score is None or type(score) is Softcap):
+        ready = _ready(query, key, value, causal, window, score, scale, dropout_p, deterministic, schedule, True)
         if ready is not None:
             return Output(*ops.run_directly(ready, query, key, value))
     if nested.is_given(query, key, value):
@@ -409,6 +409,7 @@ def _ready(
     value: Any,
     causal: Any,
     window: Any,
+    score: Softcap | None,
     scale: Any,
     dropout_p: Any,
     deterministic: Any,
@@ -430,14 +431,15 @@ def _ready(
         return None
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
+    cap = None if score is None else score.cap
     facts = (
-        *(query.shape, key.shape, value.shape, query.dtype, key.dtype, value.dtype),
-        *(query.device, key.device, value.device, causal, window, scale, bool(deterministic), schedule, gives_lse),
+        *(query.shape, key.shape, value.shape, query.dtype, key.dtype, value.dtype, query.device, key.device),
+        *(value.device, causal, window, cap, scale, bool(deterministic), schedule, gives_lse),
     )
     ready = _READY.get(facts)
     if ready is None:
         check_inputs(query, key, value, packed=False)
-        rest = (window, None, None, None, scale, 0.0, None, deterministic, schedule, gives_lse)
+        rest = (window, None, score, None, scale, 0.0, None, deterministic, schedule, gives_lse)
         problem = _bind(query, key, None, None, value, causal, *rest)
         ready = dispatch.Ready(problem)
         if len(_READY) >= _MOST:

@@ -1,7 +1,7 @@
 """Which schedule a problem tries first, as data: what `benchmarks/cpu.py --choices` measured.
 
 Its record lies in `benchmarks/results/<processor>/choices.json`; that of `benchmarks/gpu_choices.py`, which the table
-for Hopper GPUs is to follow from, in `benchmarks/results/<device>/forward-choices.json`. Tests hold the tables against
+for Hopper GPUs follows from, in `benchmarks/results/<device>/forward-choices.json`. Tests hold the tables against
 the records. Schedules that a row does not name follow in the order in which they are registered.
 """
 
@@ -63,22 +63,29 @@ class GpuChoice:
 
     Attributes:
         first: schedules, the best one first.
-        queries: fits up to so many queries per sequence; of a packed batch the mean counts, as for keys.
-        keys: fits from so many keys per sequence on.
-        tiles: fits below so many tiles of GPU_ROWS rows, if the query heads of a group stand in one tile: how many
-            programs there is work for, over all sequences and key heads.
+        dim: fits up to this head dim. below: fits below so many keys per sequence; of a packed batch the mean counts,
+            as for queries.
+        queries: fits up to so many queries per sequence. group: fits up to so many query heads for a key head.
+        rows: fits up to so many queries per sequence and key head, those of all its query heads.
+        tiles: fits below so many tiles of GPU_ROWS such rows, over all sequences and key heads: how many programs there
+            is work for.
     """
 
     first: tuple[str, ...]
+    dim: int | None = None
+    below: int | None = None
     queries: int | None = None
-    keys: int = 0
+    group: int | None = None
+    rows: int | None = None
     tiles: int | None = None
 
 
 GPU_ROWS = 64
 HOPPER = (
-    # a guess until there is a record: fewer tiles than an H100 or H200 has multiprocessors, and long walks
-    GpuChoice(("triton",), queries=64, keys=1024, tiles=132),
+    # what it takes to begin, and to end, weighs more than few blocks of keys
+    GpuChoice(("triton",), dim=64, below=1024, queries=64, group=1),
+    GpuChoice(("triton",), dim=64, below=1024, rows=16),
+    GpuChoice(("triton",), dim=64, below=1024, tiles=64),
 )
 """Where `hopper` runs, which is first otherwise. It asks for no device: elsewhere `hopper` refuses every problem, and
 the order of the others stays."""
@@ -129,11 +136,15 @@ def _preferred_on_gpu(problem: Problem) -> tuple[str, ...]:
     batch = problem.batch
     sequences = max(1, batch) if problem.layout == "packed" else 1
     queries, keys = -(-problem.length_q // sequences), problem.length_k // sequences
-    tiles = batch * problem.heads_kv * -(-queries * problem.group // GPU_ROWS)
+    dim, group, rows = max(problem.dim_qk, problem.dim_v), problem.group, queries * problem.group
+    tiles = batch * problem.heads_kv * -(-rows // GPU_ROWS)
     for row in HOPPER:
         if (
-            (row.queries is None or queries <= row.queries)
-            and keys >= row.keys
+            (row.dim is None or dim <= row.dim)
+            and (row.below is None or keys < row.below)
+            and (row.queries is None or queries <= row.queries)
+            and (row.group is None or group <= row.group)
+            and (row.rows is None or rows <= row.rows)
             and (row.tiles is None or tiles < row.tiles)
         ):
             return row.first

@@ -100,7 +100,7 @@ def launch_of_hopper(spec, dtype):
         recorder = _Recorder(hopper.forward_kernel, launches)
         patches.enter_context(mock.patch.object(hopper, "forward_kernel", recorder))
         patches.enter_context(mock.patch.object(hopper_launch, "multiprocessors", lambda device: 132))
-        patches.enter_context(mock.patch.object(hopper_launch, "counter_of", lambda device: torch.zeros(1).int()))
+        patches.enter_context(mock.patch.object(hopper_launch, "workspace_of", hopper_launch._workspace))
         hopper.forward(problem, query, key, value, saves=True)
     return launches[0]
 

@@ -63,7 +63,7 @@ def test_every_kind_has_a_row_in_both_directions():
 
 def test_another_device_has_no_table():
     problem = onchip.plan(*inputs()).problem
-    object.__setattr__(problem, "device", torch.device("cuda"))
+    object.__setattr__(problem, "device", torch.device("mps"))
     assert choices.preferred(problem, False) == ()
 
 

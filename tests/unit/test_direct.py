@@ -44,7 +44,9 @@ def test_the_operator_gives_the_same_bits(spec):
 
 
 @pytest.mark.parametrize(
-    "options", [{"causal": True}, {"window": (5, None)}, {"window": (3, 2), "scale": 0.5}], ids=str
+    "options",
+    [{"causal": True}, {"window": (5, None)}, {"window": (3, 2), "scale": 0.5}, {"score": scores.softcap(0.5)}],
+    ids=str,
 )
 def test_a_second_call_asks_nothing_again(monkeypatch, options):
     leaves = torch.randn(3, 1, 2, 24, 8).unbind()
@@ -119,6 +121,16 @@ def test_other_dtypes_and_shapes_are_other_calls():
         onchip.attention(query, key.double(), value)
     with pytest.raises(ValueError, match="one length"):
         onchip.attention(query, key, value[:, :, 1:])
+
+
+def test_other_caps_are_other_calls():
+    leaves = torch.randn(3, 1, 2, 24, 8).unbind()
+    plain = onchip.attention(*leaves)
+    small, large = (onchip.attention(*leaves, score=scores.softcap(cap)) for cap in (0.5, 1e6))
+    torch.testing.assert_close(large, plain)
+    assert not torch.allclose(small, plain)
+    assert torch.equal(onchip.attention(*leaves, score=scores.softcap(0.5)), small)
+    assert torch.equal(onchip.attention(*leaves), plain)
 
 
 def test_deterministic_algorithms_are_asked_for_each_time():

@@ -355,9 +355,12 @@ def produce(
 
 
 @gluon.jit
-def scored(s, i, column, length_q, length_k, begins, ends, where, given, scale, change: gl.constexpr,
+def scored(s, i, column, length_q, length_k, begins, ends, where, given, scale, partial, change: gl.constexpr,
            SCALED: gl.constexpr, MASKED: gl.constexpr, LOW: gl.constexpr):  # fmt: skip
-    """Scores in base 2 but for the scale (if not SCALED), with what is hidden at minus infinity."""
+    """Scores in base 2 but for the scale (if not SCALED), with what is hidden at minus infinity.
+
+    MASKED blocks are those that may hide something, `partial` ones of them those that do.
+    """
     columns = gl.arange(0, s.shape[1], layout=gl.SliceLayout(0, s.type.layout))
     j = (column + columns)[None, :]
     if change is not None:
@@ -365,10 +368,11 @@ def scored(s, i, column, length_q, length_k, begins, ends, where, given, scale, 
     elif SCALED:
         s = s * scale
     if MASKED:
-        show = j < ends[:, None]
-        if LOW:
-            show = show & (j >= begins[:, None])
-        s = gl.where(show, s, float("-inf"))
+        if partial:
+            show = j < ends[:, None]
+            if LOW:
+                show = show & (j >= begins[:, None])
+            s = gl.where(show, s, float("-inf"))
     return s
 
 
@@ -414,7 +418,7 @@ def step(
     s = product(q, q_s, k_s, slot, s_layout, BLOCK_D, BK, PIECES, PANELS, GROUP_NUMBER)
     acc = warpgroup_mma(p, v, acc, is_async=True)
     s = warpgroup_mma_wait(1, deps=[s])
-    s = scored(s, i, column, length_q, length_k, begins, ends, where, given, scale, change, SCALED, MASKED, LOW)
+    s = scored(s, i, column, length_q, length_k, begins, ends, where, given, scale, True, change, SCALED, MASKED, LOW)
     if RUNNING:
         m, shift, kept = raised(s, m, factor)
     weights = exp2(s * factor - shift[:, None])
@@ -500,9 +504,9 @@ def finish(
 def attend(
     ring, turn, told, heard, slot, phase, q_phase, o_desc, out, o_strides, lse, lse_strides, work,
     scale, sink, given, q_s, k_s, v_s, o_s, q_full, q_empty, full, empty,
-    change: gl.constexpr, SCALED: gl.constexpr, SAFE: gl.constexpr, LOW: gl.constexpr, PACK: gl.constexpr,
-    PACKED: gl.constexpr, DV: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, BK: gl.constexpr,
-    PIECES: gl.constexpr, PANELS: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr,
+    change: gl.constexpr, SCALED: gl.constexpr, SAFE: gl.constexpr, LOW: gl.constexpr, HIGH: gl.constexpr,
+    PACK: gl.constexpr, PACKED: gl.constexpr, DV: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr,
+    BK: gl.constexpr, PIECES: gl.constexpr, PANELS: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr,
     GROUP_NUMBER: gl.constexpr,
 ):  # fmt: skip
     """The tile of a notice: the 64 rows of this warpgroup. Returns whether there was one."""
@@ -567,9 +571,14 @@ def attend(
             s = warpgroup_mma_wait(0, deps=[s])
             arrive(empty.index(slot))
             slot, phase = following(slot, phase, STAGES)
+            stop = gl.minimum(first + most + 1, length_k)
+            partial = True
+            if not HIGH:
+                partial = ((begin + 1) * BK > stop) | (begin * BK < last + least)
             s = scored(
-                s, i, begin * BK, length_q, length_k, begins, ends, where, given, scale, change, SCALED, True, LOW
-            )
+                s, i, begin * BK, length_q, length_k, begins, ends, where, given, scale, partial,
+                change, SCALED, True, LOW,
+            )  # fmt: skip
             m, shift, kept = raised(s, m, factor)
             weights = exp2(s * factor - shift[:, None])
             l = partial_sums(weights)
@@ -585,7 +594,7 @@ def attend(
                         given, scale, factor, q_s, k_s, v_s, full, empty, change, SCALED, True, True, True,
                         BLOCK_D, BLOCK_DV, BK, PIECES, PANELS, STAGES, DTYPE, GROUP_NUMBER,
                     )  # fmt: skip
-            high = gl.maximum(gl.minimum(first + most + 1, length_k), 0) // BK
+            high = gl.maximum(stop, 0) // BK
             high = gl.minimum(gl.maximum(high, low), end)
             for block in range(low, high):
                 p, acc, m, shift, l, slot, phase = step(
@@ -636,9 +645,9 @@ def attend(
 @gluon.jit
 def consume(
     o_desc, out, o_strides, lse, lse_strides, work, scale, sink, given, ring, q_s, k_s, v_s, o_s, barriers,
-    change: gl.constexpr, SCALED: gl.constexpr, AGAIN: gl.constexpr, LOW: gl.constexpr, PACK: gl.constexpr,
-    PACKED: gl.constexpr, DV: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, BK: gl.constexpr,
-    PIECES: gl.constexpr, PANELS: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr,
+    change: gl.constexpr, SCALED: gl.constexpr, AGAIN: gl.constexpr, LOW: gl.constexpr, HIGH: gl.constexpr,
+    PACK: gl.constexpr, PACKED: gl.constexpr, DV: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr,
+    BK: gl.constexpr, PIECES: gl.constexpr, PANELS: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr,
     GROUP_NUMBER: gl.constexpr,
 ):  # fmt: skip
     told, heard, q_full, q_empty, full, empty, done = barriers
@@ -651,8 +660,8 @@ def consume(
         more, slot, phase = attend(
             ring, turn, told, heard, slot, phase, q_phase, o_desc, out, o_strides, lse, lse_strides, work,
             scale, sink, given, q_s, k_s, v_s, o_s, q_full, q_empty, full, empty,
-            change, SCALED, not AGAIN, LOW, PACK, PACKED, DV, BLOCK_D, BLOCK_DV, BK, PIECES, PANELS, GROUPS, STAGES,
-            GROUP_NUMBER,
+            change, SCALED, not AGAIN, LOW, HIGH, PACK, PACKED, DV, BLOCK_D, BLOCK_DV, BK, PIECES, PANELS, GROUPS,
+            STAGES, GROUP_NUMBER,
         )  # fmt: skip
         q_phase ^= 1
         turn += 1
@@ -667,8 +676,8 @@ def consume(
                 more, slot, phase = attend(
                     ring, turn, told, heard, slot, phase, q_phase, o_desc, out, o_strides, lse, lse_strides, work,
                     scale, sink, given, q_s, k_s, v_s, o_s, q_full, q_empty, full, empty,
-                    change, SCALED, True, LOW, PACK, PACKED, DV, BLOCK_D, BLOCK_DV, BK, PIECES, PANELS, GROUPS, STAGES,
-                    GROUP_NUMBER,
+                    change, SCALED, True, LOW, HIGH, PACK, PACKED, DV, BLOCK_D, BLOCK_DV, BK, PIECES, PANELS, GROUPS,
+                    STAGES, GROUP_NUMBER,
                 )  # fmt: skip
                 q_phase ^= 1
                 turn += 1
@@ -741,11 +750,11 @@ def forward_kernel(
     if GROUPS == 2:
         gl.warp_specialize([
             (consume, (o_desc, out, o_strides, lse, lse_strides, work, scale, sink, given, ring, q_s, k_s, v_s, o_s,
-                       barriers, change, SCALED, AGAIN, LOW, PACK, PACKED, DV, BLOCK_D, BLOCK_DV, BK, PIECES, PANELS,
-                       GROUPS, STAGES, 0)),
+                       barriers, change, SCALED, AGAIN, LOW, HIGH, PACK, PACKED, DV, BLOCK_D, BLOCK_DV, BK, PIECES,
+                       PANELS, GROUPS, STAGES, 0)),
             (consume, (o_desc, out, o_strides, lse, lse_strides, work, scale, sink, given, ring, q_s, k_s, v_s, o_s,
-                       barriers, change, SCALED, AGAIN, LOW, PACK, PACKED, DV, BLOCK_D, BLOCK_DV, BK, PIECES, PANELS,
-                       GROUPS, STAGES, 1)),
+                       barriers, change, SCALED, AGAIN, LOW, HIGH, PACK, PACKED, DV, BLOCK_D, BLOCK_DV, BK, PIECES,
+                       PANELS, GROUPS, STAGES, 1)),
             (produce, (descriptors, value, v_strides, counter, work, sizes, layout, bounds, ring, q_s, k_s, v_s,
                        barriers, HIGH, AGAIN, GROUP, PACK, DV, BLOCK_D, BLOCK_DV, BK, PIECES, PANELS, GROUPS, STAGES,
                        ALONE)),
@@ -753,14 +762,14 @@ def forward_kernel(
     else:
         gl.warp_specialize([
             (consume, (o_desc, out, o_strides, lse, lse_strides, work, scale, sink, given, ring, q_s, k_s, v_s, o_s,
-                       barriers, change, SCALED, AGAIN, LOW, PACK, PACKED, DV, BLOCK_D, BLOCK_DV, BK, PIECES, PANELS,
-                       GROUPS, STAGES, 0)),
+                       barriers, change, SCALED, AGAIN, LOW, HIGH, PACK, PACKED, DV, BLOCK_D, BLOCK_DV, BK, PIECES,
+                       PANELS, GROUPS, STAGES, 0)),
             (consume, (o_desc, out, o_strides, lse, lse_strides, work, scale, sink, given, ring, q_s, k_s, v_s, o_s,
-                       barriers, change, SCALED, AGAIN, LOW, PACK, PACKED, DV, BLOCK_D, BLOCK_DV, BK, PIECES, PANELS,
-                       GROUPS, STAGES, 1)),
+                       barriers, change, SCALED, AGAIN, LOW, HIGH, PACK, PACKED, DV, BLOCK_D, BLOCK_DV, BK, PIECES,
+                       PANELS, GROUPS, STAGES, 1)),
             (consume, (o_desc, out, o_strides, lse, lse_strides, work, scale, sink, given, ring, q_s, k_s, v_s, o_s,
-                       barriers, change, SCALED, AGAIN, LOW, PACK, PACKED, DV, BLOCK_D, BLOCK_DV, BK, PIECES, PANELS,
-                       GROUPS, STAGES, 2)),
+                       barriers, change, SCALED, AGAIN, LOW, HIGH, PACK, PACKED, DV, BLOCK_D, BLOCK_DV, BK, PIECES,
+                       PANELS, GROUPS, STAGES, 2)),
             (produce, (descriptors, value, v_strides, counter, work, sizes, layout, bounds, ring, q_s, k_s, v_s,
                        barriers, HIGH, AGAIN, GROUP, PACK, DV, BLOCK_D, BLOCK_DV, BK, PIECES, PANELS, GROUPS, STAGES,
                        ALONE)),

@@ -17,10 +17,10 @@ from onchip.gpu.call import power_of_two
 from onchip.gpu.launcher import Launcher, PerProblem
 from onchip.model.hardware import multiprocessors
 from onchip.problem import Problem
-from onchip.schedules.hopper.special import capped
+from onchip.schedules.hopper.special import capped, capped_to_11_bits
 from onchip.schedules.hopper.tiles import Tile, tile_of
 
-CACHED_BYTES, SECTION_BYTES, SECTION_HEADS = 8 * 2**20, 64 * 2**20, 16
+CACHED_BYTES, SECTION_BYTES, SECTION_HEADS = 8 * 2**20, 16 * 2**20, 32
 """Keys and values of the heads that are worked on at one time. The first much stays in the L2 cache until all programs
 are through; under a band that ends at the diagonal the second much, and so many heads at least: more heads have more
 long tiles to begin with, which weighs more there."""
@@ -32,13 +32,13 @@ NARROW = 128
 """Up to these head dims q is held in registers."""
 ROWS = 64
 """Of a warpgroup."""
+FEW_MARKS = 4096
+"""So many ints of workspace are kept for each stream: small calls spend no time on an allocation."""
 LAYOUT = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
 
 
 class Call(gpu.Call):
     """One problem on its way to the kernels."""
-
-    capped = capped
 
     def __init__(self, problem: Problem, target: str | None = None) -> None:
         super().__init__(problem, target)
@@ -49,6 +49,11 @@ class Call(gpu.Call):
     def tile(self, kernel: str) -> Tile:
         problem = self.problem
         return tile_of(problem.dim_qk, problem.dim_v)
+
+    @property
+    def capped(self) -> Any:
+        """The softcap: in bfloat16 scores need not be exact to more than 11 bits."""
+        return capped_to_11_bits if self.problem.dtype == torch.bfloat16 else capped
 
     @property
     def again(self) -> bool:
@@ -135,8 +140,9 @@ class Prepared:
     def run(self, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor) -> None:
         """Launch the kernel on tensors with the shapes and strides of those that it was prepared for."""
         device = query.device
-        counter = counter_of(device)
-        work = torch.empty(self.marks, dtype=torch.int32, device=device) if self.marks else counter
+        counter, work = workspace_of(device)
+        if self.marks > FEW_MARKS:
+            work = torch.empty(self.marks, dtype=torch.int32, device=device)
         moved = (_moved(self.query, query), _moved(self.key, key), _moved(self.value, value), _moved(self.out, out))
         self.launcher(value, out, lse, counter, work, descriptors=moved)
 
@@ -149,21 +155,28 @@ def _moved(descriptor: TensorDescriptor, tensor: Tensor) -> TensorDescriptor:
     return made
 
 
-def counter_of(device: torch.device) -> Tensor:
-    """The number of the next tile, 0. A kernel leaves 0 behind, so kernels of one stream share one.
+def workspace_of(device: torch.device) -> tuple[Tensor, Tensor]:
+    """The number of the next tile, 0, and room for FEW_MARKS marks, of the current stream.
 
-    A captured graph may run beside anything, so it gets one of its own.
+    A kernel leaves 0 behind and writes marks before it reads them, so kernels of one stream share both. A captured
+    graph may run beside anything, so it gets its own.
     """
     if torch.cuda.is_current_stream_capturing():
-        return torch.zeros(1, dtype=torch.int32, device=device)
+        return _workspace(device)
     key = device, torch._C._cuda_getCurrentRawStream(device.index)
-    counter = _COUNTERS.get(key)
-    if counter is None:
-        counter = _COUNTERS[key] = torch.zeros(1, dtype=torch.int32, device=device)
-    return counter
+    found = _WORKSPACES.get(key)
+    if found is None:
+        found = _WORKSPACES[key] = _workspace(device)
+    return found
 
 
-_COUNTERS: dict[tuple[torch.device, int], Tensor] = {}
+def _workspace(device: torch.device) -> tuple[Tensor, Tensor]:
+    # addresses of marks are multiples of 16 bytes, as those of tensors are
+    whole = torch.zeros(4 + FEW_MARKS, dtype=torch.int32, device=device)
+    return whole[:1], whole[4:]
+
+
+_WORKSPACES: dict[tuple[torch.device, int], tuple[Tensor, Tensor]] = {}
 
 
 def prepare(kernel: Any, problem: Problem, query: Tensor, key: Tensor, value: Tensor, out: Tensor) -> Prepared:

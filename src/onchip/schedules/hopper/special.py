@@ -17,6 +17,11 @@ def reciprocal(x):
 
 
 @gluon.jit
+def tanh(x):
+    return gl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
+
+
+@gluon.jit
 def capped(s, cap):
     """cap * tanh(s / cap) as cap - 2 cap / (exp(2 s / cap) + 1), to about 2**-22 of the cap.
 
@@ -24,3 +29,13 @@ def capped(s, cap):
     a score is a relative one of a weight, which is rounded to 16 bits next.
     """
     return cap - 2.0 * cap * reciprocal(exp2(s * (TWICE_LOG2E / cap)) + 1.0)
+
+
+@gluon.jit
+def capped_to_11_bits(s, cap):
+    """cap * tanh(s / cap), to 2**-11 of itself, in a single instruction (PTX: tanh.approx).
+
+    A score loses eight times that when it is stored in bfloat16. The exact one takes three quarters of a forward's
+    speed: what a multiprocessor has too few of is special functions, of which every weight takes one already.
+    """
+    return tanh(s * (1.0 / cap)) * cap
