@@ -32,7 +32,7 @@ ROWS = [
 ] + [(feature, dims, torch.bfloat16) for feature, dims in OTHER_DIMS]
 # Triton whose code the tiles were measured with. Newer ones give other code, which is bounded, not tuned.
 MEASURED = "3.6"
-MOST_SPILLS = 0 if triton.__version__.startswith(MEASURED) else 80
+MOST_SPILLS = 0 if triton.__version__.startswith(MEASURED) else 120
 
 
 @pytest.mark.parametrize(("feature", "dims", "dtype"), ROWS, ids=lambda value: str(value).replace("torch.", ""))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -166,7 +167,7 @@ def workspace_of(device: torch.device) -> tuple[Tensor, Tensor]:
     key = device, torch._C._cuda_getCurrentRawStream(device.index)
     found = _WORKSPACES.get(key)
     if found is None:
-        found = _WORKSPACES[key] = _workspace(device)
+        found = _WORKSPACES[key] = _kept_workspace(device)
     return found
 
 
@@ -174,6 +175,25 @@ def _workspace(device: torch.device) -> tuple[Tensor, Tensor]:
     # addresses of marks are multiples of 16 bytes, as those of tensors are
     whole = torch.zeros(4 + FEW_MARKS, dtype=torch.int32, device=device)
     return whole[:1], whole[4:]
+
+
+def _kept_workspace(device: torch.device) -> tuple[Tensor, Tensor]:
+    """One that outlives the call.
+
+    A thread of its own allocates it, on the default stream: what the calling thread or its stream allocates may belong
+    to the memory of a graph that somebody is about to capture.
+    """
+    with ThreadPoolExecutor(1) as other:
+        found, written = other.submit(_written_workspace, device).result()
+    torch.cuda.current_stream(device).wait_event(written)
+    return found
+
+
+def _written_workspace(device: torch.device) -> tuple[tuple[Tensor, Tensor], torch.cuda.Event]:
+    with torch.cuda.device(device):
+        found, written = _workspace(device), torch.cuda.Event()
+        written.record()
+    return found, written
 
 
 _WORKSPACES: dict[tuple[torch.device, int], tuple[Tensor, Tensor]] = {}
