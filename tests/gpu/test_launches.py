@@ -103,3 +103,13 @@ def test_devices(schedule):
     for place in (0, 1, 0, 1):
         tensors = draw(f"cuda:{place}")
         check(run(tensors, schedule), tensors)
+
+
+def test_graphs_of_the_compiler(schedule):
+    """Warm-ups run in the memory of the graphs to come: nothing that is kept may lie there."""
+    run_compiled = torch.compile(lambda *leaves: onchip.attention(*leaves, causal=True), mode="reduce-overhead")
+    with torch.no_grad():
+        for _ in range(4):
+            *leaves, d_out = draw()
+            check((run_compiled(*leaves).clone(),), [*leaves, d_out])
+            run([*leaves, d_out], schedule)
