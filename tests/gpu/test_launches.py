@@ -107,7 +107,9 @@ def test_devices(schedule):
 
 def test_graphs_of_the_compiler(schedule):
     """Warm-ups run in the memory of the graphs to come: nothing that is kept may lie there."""
-    run_compiled = torch.compile(lambda *leaves: onchip.attention(*leaves, causal=True), mode="reduce-overhead")
+    run_compiled = torch.compile(
+        lambda *leaves: onchip.attention(*leaves, causal=True, schedule=schedule), mode="reduce-overhead"
+    )
     with torch.no_grad():
         for _ in range(4):
             *leaves, d_out = draw()
