@@ -1,6 +1,6 @@
 """Time the forward of both schedules for Hopper GPUs over a grid: `python benchmarks/gpu_choices.py`.
 
-What comes out is what `onchip.choices.HOPPER` is to follow from: few queries, many keys, few sequences, grouped heads.
+`onchip.choices.HOPPER` follows from what comes out: few queries, many keys, few sequences, grouped heads.
 Both run in interleaved rounds of one process, as replays of CUDA graphs, so that the host does not count, back to back
 and without a flush of the L2 cache. A graph of `hopper` also sets its counter to zero, which an ordinary call does not.
 Before anything is timed the two results are compared. One JSON file holds every point; it is written again and again as
