@@ -12,7 +12,8 @@ The reference is the row's maximum over the first blocks: as many as it takes un
 one, which is one block but for a band that begins with the diagonal. Then it stays. bfloat16 has the exponents of
 float32, so weights, sums and accumulator keep their precision whatever comes later; they can only overflow. A row
 whose sum passes 2**120, or with an output that is not finite, marks its tile, and marked tiles are computed again, with
-a running maximum, before the program ends. float16 has no such exponents: there the maximum runs always. A key that
+a running maximum, before the program ends. float16 has no such exponents, and under ALiBi scores rise along the whole
+walk: there the maximum runs always. A key that
 all rows look at is one of the first in language models, so it costs nothing; and all tiles of a head begin with the
 same keys, which one of them has then brought into the L2 cache.
 

@@ -58,8 +58,11 @@ class Call(gpu.Call):
 
     @property
     def again(self) -> bool:
-        """Whether tiles may be computed twice, see forward.py."""
-        return self.problem.dtype == torch.bfloat16
+        """Whether tiles may be computed twice, see forward.py.
+
+        Under ALiBi all scores of a long walk rise, and by more than any range: there the maximum had better run.
+        """
+        return self.problem.dtype == torch.bfloat16 and not any(node[0] == "alibi" for node in self.score_nodes)
 
 
 class Order:
