@@ -77,11 +77,11 @@ def prepare(case: Case, entered: Sequence[Contestant], device: torch.device) -> 
             if contestant.compared and expected is None:
                 expected = contestant.name, results
             if case.timing == "graph":
-                call = _replayed(call, device)
+                call = replayed(call, device)
         except Exception as error:
             # What the frames of the failed call hold is memory that the others may need.
             traceback.clear_frames(error.__traceback__)
-            call = partial(_fail, error)
+            call = partial(fail, error)
         calls[contestant.name] = call
     return calls
 
@@ -99,7 +99,7 @@ def _step(attend: Attend, leaves: tuple[Tensor, ...], gradient: Tensor) -> tuple
     return torch.autograd.grad(attend(), leaves, gradient)
 
 
-def _replayed(call: Contender, device: torch.device) -> Contender:
+def replayed(call: Contender, device: torch.device) -> Contender:
     """The replay of a CUDA graph of the call; on another device, which has no graphs, the call."""
     if device.type != "cuda":
         return call
@@ -114,7 +114,8 @@ def _replay(graph: torch.cuda.CUDAGraph, call: Contender) -> None:
     graph.replay()
 
 
-def _fail(error: Exception) -> NoReturn:
+def fail(error: Exception) -> NoReturn:
+    """What stands in the place of a call that could not be made: the timer records the error."""
     raise error
 
 

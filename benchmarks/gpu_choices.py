@@ -19,12 +19,12 @@ from dataclasses import asdict, dataclass, replace
 from datetime import datetime, timezone
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, NoReturn, cast
+from typing import Annotated, Any, cast
 
 import torch
 import typer
 from common import application, inference, make_console, say
-from gpu_calls import TOLERANCE, WrongResult, difference
+from gpu_calls import TOLERANCE, WrongResult, difference, fail, replayed
 from gpu_cases import CONTIGUOUS, TIMINGS
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
@@ -242,31 +242,12 @@ def prepare(query: Tensor, key: Tensor, value: Tensor) -> dict[str, Contender]:
             # NaN is not less, so a result with one differs from itself.
             if not (found := difference(result, expected[1])) < TOLERANCE:
                 raise WrongResult(f"differs from {expected[0]} by {found:.2g} of the result")
-            calls[name] = _replayed(call, query.device)
+            calls[name] = replayed(call, query.device)
         except Exception as error:
             # What the frames of the failed call hold is memory that the others may need.
             traceback.clear_frames(error.__traceback__)
-            calls[name] = partial(_fail, error)
+            calls[name] = partial(fail, error)
     return calls
-
-
-def _replayed(call: Contender, device: torch.device) -> Contender:
-    """The replay of a CUDA graph of the call; on another device, which has no graphs, the call."""
-    if device.type != "cuda":
-        return call
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        call()
-    return partial(_replay, graph, call)
-
-
-def _replay(graph: torch.cuda.CUDAGraph, call: Contender) -> None:
-    """Replay a graph of the call, which holds the tensors that the graph reads."""
-    graph.replay()
-
-
-def _fail(error: Exception) -> NoReturn:
-    raise error
 
 
 def part(comparison: Comparison, point: Point) -> Measured:

@@ -297,7 +297,7 @@ def test_a_replay_is_of_the_very_call(b: Modules, monkeypatch: pytest.MonkeyPatc
     graph = Graph()
     monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: graph)
     monkeypatch.setattr(torch.cuda, "graph", lambda given: contextlib.nullcontext(given))
-    replay = b.calls._replayed(lambda: captured.append("call"), torch.device("cuda"))
+    replay = b.calls.replayed(lambda: captured.append("call"), torch.device("cuda"))
     replay(), replay()
     assert (captured, graph.replays) == (["call"], 2)
 

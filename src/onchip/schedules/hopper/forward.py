@@ -36,9 +36,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from onchip.gpu.call import empty_results, on_device
+from onchip.gpu.launcher import PerProblem
 from onchip.gpu.parts import band_of, extent, find_slot, nearest
 from onchip.problem import Problem
-from onchip.schedules.hopper.launch import Prepareds, expressible, prepare
+from onchip.schedules.hopper.launch import Prepared, expressible, prepare
 from onchip.schedules.hopper.names import barrier, copy_elements, load_tile, reinterpret, store_tile
 from onchip.schedules.hopper.special import exp2
 
@@ -802,4 +803,5 @@ def forward(problem: Problem, query: Tensor, key: Tensor, value: Tensor, *, save
     return out, lse
 
 
-_PREPARED = Prepareds()
+_PREPARED: PerProblem[Prepared] = PerProblem()
+"""Launches by problem, and by strides."""

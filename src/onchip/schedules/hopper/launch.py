@@ -12,13 +12,13 @@ from torch import Tensor
 from triton.experimental.gluon.language import NVMMASharedLayout
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from onchip.gpu import FORWARD
+from onchip.gpu import FORWARD, parts
 from onchip.gpu import call as gpu
 from onchip.gpu.call import power_of_two
-from onchip.gpu.launcher import Launcher, PerProblem
+from onchip.gpu.launcher import Launcher
 from onchip.model.hardware import multiprocessors
 from onchip.problem import Problem
-from onchip.schedules.hopper.special import capped, capped_to_11_bits
+from onchip.schedules.hopper.special import capped_to_11_bits
 from onchip.schedules.hopper.tiles import Tile, tile_of
 
 CACHED_BYTES, SECTION_BYTES, SECTION_HEADS = 8 * 2**20, 16 * 2**20, 32
@@ -54,7 +54,7 @@ class Call(gpu.Call):
     @property
     def capped(self) -> Any:
         """The softcap: in bfloat16 scores need not be exact to more than 11 bits."""
-        return capped_to_11_bits if self.problem.dtype == torch.bfloat16 else capped
+        return capped_to_11_bits if self.problem.dtype == torch.bfloat16 else parts.capped
 
     @property
     def again(self) -> bool:
@@ -206,14 +206,14 @@ def prepare(kernel: Any, problem: Problem, query: Tensor, key: Tensor, value: Te
     """The launch of the forward kernel for tensors that TMA can read."""
     call = Call(problem)
     tile, order = call.tile(FORWARD), Order(call)
-    parts = pieces(problem)
-    block_d, block_dv = width(problem.dim_qk) if parts == 1 else PANEL, width(problem.dim_v)
+    panels = pieces(problem)
+    block_d, block_dv = width(problem.dim_qk) if panels == 1 else PANEL, width(problem.dim_v)
     change = call.semantics.change
     constants = {
         "change": change, "SCALED": change is not None or problem.scale <= 0, "AGAIN": call.again,
         "LOW": call.band.has_low, "HIGH": call.band.has_high,
         "ALONE": not call.packed and problem.key_lengths is None, "GROUP": problem.group // call.pack,
-        "PACK": call.pack, "DV": problem.dim_v, "BLOCK_D": block_d, "BLOCK_DV": block_dv, "PIECES": parts,
+        "PACK": call.pack, "DV": problem.dim_v, "BLOCK_D": block_d, "BLOCK_DV": block_dv, "PIECES": panels,
         "BK": tile.columns, "GROUPS": tile.groups,
         "STAGES": tile.stages, "REGISTERS": tile.registers, "num_warps": 4,
     }  # fmt: skip
@@ -229,7 +229,3 @@ def prepare(kernel: Any, problem: Problem, query: Tensor, key: Tensor, value: Te
         described(value, call.packed, tile.columns, block_dv), described(out, call.packed, ROWS, block_dv, call.pack),
         order.marks,
     )  # fmt: skip
-
-
-class Prepareds(PerProblem[Prepared]):
-    """Launches by problem, while it lives, and by strides."""
