@@ -102,13 +102,18 @@ def test_imports_point_down(path, parts):
         )
 
 
+STANDS_ON = {"hopper": {"triton"}}
+"""Schedules that leave something to the kernels of another one: gradients of sinks and slopes."""
+
+
 def test_schedules_do_not_import_each_other():
     for path, parts in modules():
         if parts[:1] != ("schedules",):
             continue
         for imported in own_imports(path):
             if imported[:1] == ("schedules",) and len(parts) > 1:
-                assert imported[1:2] == parts[1:2], f"{'.'.join(parts)} imports {'.'.join(imported)}"
+                allowed = {parts[1], *STANDS_ON.get(parts[1], ())}
+                assert imported[1] in allowed, f"{'.'.join(parts)} imports {'.'.join(imported)}"
 
 
 @pytest.mark.parametrize("heavy", ["triton", "torch._dynamo", "torch._inductor", "numpy", "transformers", "matplotlib"])

@@ -40,7 +40,7 @@ class Schedule:
             `forward(..., saves=False)` says that no backward follows.
         kernels: what each kernel of a direction moves and computes, `kernels(problem, backward, target)`, as on the
             architecture `target`, or on the problem's device if that is None.
-        workspace_bytes: memory beyond inputs, outputs and gradients.
+        workspace_bytes: memory beyond inputs, outputs and gradients, `workspace_bytes(problem, backward)`.
     """
 
     name: str
@@ -48,7 +48,7 @@ class Schedule:
     unsupported: Callable[[Problem], list[str]]
     unsupported_backward: Callable[[Problem], list[str]]
     kernels: Callable[[Problem, bool, str | None], list[Kernel]]
-    workspace_bytes: Callable[[Problem], int]
+    workspace_bytes: Callable[[Problem, bool], int]
     forward: Callable[..., tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor]] | None = None
     backward: Callable[..., list[Tensor | None] | None] | None = None
 
@@ -73,10 +73,11 @@ _SCHEDULES = (
         hopper.NAME,
         hopper.SUMMARY,
         hopper.unsupported,
-        hopper.unsupported_backward,
+        hopper.unsupported,
         hopper.kernels,
         hopper.workspace_bytes,
         hopper.forward,
+        hopper.backward,
     ),
     Schedule(
         triton.NAME,
@@ -358,9 +359,17 @@ class Plan:
 
     @property
     def workspace_bytes(self) -> int:
-        """Memory that the schedule takes beyond inputs, outputs and gradients."""
+        """Memory that the forward takes beyond inputs and outputs."""
         with planned(self.asked):
-            return schedules()[self.forward].workspace_bytes(self.problem)
+            return schedules()[self.forward].workspace_bytes(self.problem, False)
+
+    @property
+    def backward_workspace_bytes(self) -> int:
+        """Memory that the backward takes beyond what the forward was given and saved, and the gradients."""
+        if self.backward is None:
+            return 0
+        with planned(self.asked):
+            return schedules()[self.backward].workspace_bytes(self.problem, True)
 
     # How long it takes at least
 
@@ -403,7 +412,8 @@ class Plan:
             f"tiles              {self.tiles[0]} rows, {self.tiles[1]} columns{source}"
             + (f"; backward: {tiles}" if tiles else ""),
             f"bytes              {self.minimum_bytes:.3e} at least, {self.requested_bytes:.3e} asked for by tiles "
-            f"({self.backward_requested_bytes:.3e} backward), workspace {self.workspace_bytes:.3e}",
+            f"({self.backward_requested_bytes:.3e} backward)",
+            f"workspace          {self.workspace_bytes:.3e} bytes, {self.backward_workspace_bytes:.3e} in the backward",
             *self._bounds(),
         ]
         return "\n".join(lines + [f"note               {note}" for note in self.notes])

@@ -24,6 +24,7 @@ from tests.problems import build
 
 # the packages have functions of these names
 hopper = importlib.import_module("onchip.schedules.hopper.forward")
+hopper_backward = importlib.import_module("onchip.schedules.hopper.launch_backward")
 forward, backward = (importlib.import_module(f"onchip.schedules.triton.{name}") for name in ("forward", "backward"))
 
 TARGETS = {
@@ -83,13 +84,18 @@ def recorded(target):
         yield launches
 
 
-def bound(spec, dtype):
+def bound(spec, dtype, deterministic=False):
     """A problem of tests/problems.py, with its query, key and value."""
     described = build(spec, dtype)
     (query, key, value, *offsets), keywords = harness.arguments(described, described.leaves)
     names = ("causal", "window", "mask", "score", "lengths", "scale", "dropout_p", "dropout_seed")
     given = (keywords.get(name) for name in names)
-    return _bind(query, key, *(offsets or (None, None)), value, *given, False, "triton", True), query, key, value
+    return (
+        _bind(query, key, *(offsets or (None, None)), value, *given, deterministic, "triton", True),
+        query,
+        key,
+        value,
+    )
 
 
 def launch_of_hopper(spec, dtype):
@@ -103,6 +109,22 @@ def launch_of_hopper(spec, dtype):
         patches.enter_context(mock.patch.object(hopper_launch, "workspace_of", hopper_launch._workspace))
         hopper.forward(problem, query, key, value, saves=True)
     return launches[0]
+
+
+def launches_of_hopper_backward(spec, dtype, deterministic=False):
+    """Every launch of the Hopper schedule's backward, for the gradients of query, key and value."""
+    problem, query, key, value = bound(spec, dtype, deterministic)
+    out, lse = call.empty_results(problem, query)
+    launches = []
+    with ExitStack() as patches:
+        for name in dir(hopper_backward):
+            if name.endswith("_kernel"):
+                recorder = _Recorder(getattr(hopper_backward, name), launches)
+                patches.enter_context(mock.patch.object(hopper_backward, name, recorder))
+        gradients = torch.empty_like(out), torch.empty_like(lse)
+        needs = [True] * 3 + [False] * len(problem.lower()[0])
+        hopper_backward.backward(problem, *gradients, query, key, value, out, lse, needs[3:], needs)
+    return launches
 
 
 def launches_of(spec, dtype, target):

@@ -39,10 +39,11 @@ class Kind:
     sides: tuple | None = None  # which sides of a window there are
     score: tuple = ()
     view: str = "contiguous"
+    dropout_p: float = 0.0
 
     def __str__(self):
         words = (self.layout, "x".join(map(str, self.dims)), "causal" * self.causal, "window" * bool(self.sides))
-        return "-".join(word for word in (*words, *self.score) if word)
+        return "-".join(word for word in (*words, *self.score, "dropout" * bool(self.dropout_p)) if word)
 
 
 KINDS = (
@@ -58,6 +59,9 @@ KINDS = (
     Kind("packed", (192, 128), heads=(8, 1), causal=True, score=("alibi", "sink")),
     Kind("gapped", (256, 256), score=("softcap",)),
     Kind("gapped", (40, 40), causal=True, score=("softcap", "alibi")),
+    Kind("dense", (64, 64), causal=True, dropout_p=0.1),
+    Kind("padded", (128, 128), heads=(4, 2), dropout_p=0.5),
+    Kind("packed", (256, 256), heads=(4, 1), causal=True, dropout_p=0.2),
 )
 LONGEST = 700
 each_kind = pytest.mark.parametrize("kind", KINDS, ids=str)
@@ -82,6 +86,7 @@ def sizes(draw, kind):
         causal=kind.causal,
         window=window,
         score=kind.score,
+        dropout_p=kind.dropout_p,
         scale=draw(strategies.sampled_from((None, 0.5, 2.0))),
         view=kind.view,
         tail=0 if kind.layout == "dense" else draw(strategies.sampled_from((0, 5, 130))),
@@ -128,7 +133,8 @@ def test_values_that_overflow_the_accumulator(kind):
     """Weights far above 1 times values near the largest: the reference has to be the maximum."""
     spec = Spec(
         lengths=((300, 300),), heads=kind.heads, dims=kind.dims, layout=kind.layout, causal=kind.causal,
-        score=kind.score, window=kind.sides and tuple(200 if side else None for side in kind.sides), view=kind.view,
+        score=kind.score, dropout_p=kind.dropout_p, view=kind.view,
+        window=kind.sides and tuple(200 if side else None for side in kind.sides),
     )  # fmt: skip
     problem = build(spec, torch.bfloat16)
     query, key = problem.leaves["query"].clone(), problem.leaves["key"].clone()

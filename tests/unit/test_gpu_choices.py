@@ -126,7 +126,7 @@ def test_rows_name_schedules():
 def test_the_dispatcher_takes_what_the_table_says(table, sizes, expected):
     """On a Hopper GPU, which is planned for and need not be here."""
     plan = onchip.plan(*tensors(*sizes), causal=True).on(presets.PRESETS["h200"])
-    assert (plan.forward, plan.backward) == (expected, "triton")
+    assert (plan.forward, plan.backward) == (expected, "hopper")
 
 
 @has_triton

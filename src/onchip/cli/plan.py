@@ -84,6 +84,7 @@ def _facts(plan: onchip.Plan) -> dict[str, Any]:
         "minimum_backward_flops": plan.minimum_backward_flops,
         "minimum_bytes": plan.minimum_bytes,
         "workspace_bytes": plan.workspace_bytes,
+        "backward_workspace_bytes": plan.backward_workspace_bytes,
         "kernels": {
             "forward": [asdict(kernel) for kernel in plan.kernels],
             "backward": [asdict(kernel) for kernel in plan.backward_kernels],

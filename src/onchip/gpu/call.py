@@ -130,12 +130,13 @@ class Call:
     Attributes:
         residual: what a mask says beyond a band, a node of its spec, or None.
         lists: whether kernels walk over lists of blocks. pack: how many query heads of a group stand in one tile.
-        capped: the softcap that the kernels call.
+        capped, capped_slope: the softcap that the kernels call, and its derivative.
     """
 
     lists = False
     pack = 1
     capped: Any = parts.capped
+    capped_slope: Any = parts.capped_slope
 
     def __init__(self, problem: Problem, target: str | None = None) -> None:
         self.problem, self._target = problem, target
@@ -148,7 +149,7 @@ class Call:
         steps = tuple(node for node in scores if node[0] != "sink")
         dense = (place for place, tensor in enumerate(self.tensors) if tensor.dim() and tensor.stride(-1) == 1)
         wide = frozenset(place for place in dense if self.tensors[place].shape[-1] > 1)
-        self.semantics: Semantics = semantics(self.residual, steps, self.packed, wide, self.capped)
+        self.semantics: Semantics = semantics(self.residual, steps, self.packed, wide, self.capped, self.capped_slope)
         sink = sink_of(problem.scores)
         self.sink = None if sink is None else sink.contiguous()
 

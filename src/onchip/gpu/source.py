@@ -24,7 +24,6 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from onchip.gpu import parts
 from onchip.lowering import Node
 
 CODE = 2**40 + 1
@@ -169,10 +168,13 @@ class Emitter:
 
 
 @lru_cache(maxsize=1024)
-def semantics(mask: Node, scores: tuple[Node, ...], packed: bool, dense: frozenset[int], capped: Any) -> Semantics:
+def semantics(
+    mask: Node, scores: tuple[Node, ...], packed: bool, dense: frozenset[int], capped: Any, capped_slope: Any
+) -> Semantics:
     """The functions of a residual mask (a node of a spec, or None) and of score steps in order, without a sink.
 
-    `dense` holds the places of tensors whose last stride is 1. `capped` is the jitted softcap of a score.
+    `dense` holds the places of tensors whose last stride is 1. `capped` is the jitted softcap of a score,
+    `capped_slope` its derivative.
     """
     emitter = Emitter(packed, dense)
     keep = None if mask is None else _function("keep", ARGUMENTS, [f"return {emitter.mask(mask)}"])
@@ -180,7 +182,10 @@ def semantics(mask: Node, scores: tuple[Node, ...], packed: bool, dense: frozens
     change = None if not scores else _function("change", f"s, {ARGUMENTS}", steps, capped=capped)
     # every other step adds a term
     slopes = [f"g = g * capped_slope(s, {emitter.real(rest[0])})" for kind, *rest in scores if kind == "softcap"]
-    differentiate = None if not slopes else _function("differentiate", f"g, s, {ARGUMENTS}", [*slopes, "return g"])
+    differentiate = None
+    if slopes:
+        body = [*slopes, "return g"]
+        differentiate = _function("differentiate", f"g, s, {ARGUMENTS}", body, capped_slope=capped_slope)
     return Semantics(
         keep, change, differentiate, tuple(emitter.reads), any(kind in ("bias", "modify") for kind, *_ in scores)
     )
@@ -200,6 +205,6 @@ def _function(name: str, arguments: str, lines: list[str], **beside: Any) -> Any
     source = f"def {name}({arguments}):\n" + "".join(f"    {line}\n" for line in lines)
     file = f"<onchip {name} {hashlib.sha256(source.encode()).hexdigest()[:16]}>"
     linecache.cache[file] = (len(source), None, source.splitlines(True), file)
-    scope = {"tl": tl, "capped_slope": parts.capped_slope, "__name__": __name__} | beside
+    scope = {"tl": tl, "__name__": __name__} | beside
     exec(compile(source, file, "exec"), scope)
     return triton.jit(scope[name])

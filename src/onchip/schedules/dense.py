@@ -36,8 +36,8 @@ def unsupported(problem: Problem) -> list[str]:
     return []
 
 
-def workspace_bytes(problem: Problem) -> int:
-    """Scores and weights of all pairs, and one byte a pair for the mask."""
+def workspace_bytes(problem: Problem, backward: bool) -> int:
+    """Scores and weights of all pairs, and one byte a pair for the mask; the backward takes as much."""
     return pairs(problem) * (2 * problem.score_dtype.itemsize + 1)
 
 

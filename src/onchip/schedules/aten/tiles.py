@@ -30,8 +30,8 @@ def tiles(problem: Problem) -> tuple[int, int]:
     return min(rows, problem.length_q), min(512, problem.length_k)
 
 
-def workspace_bytes(problem: Problem) -> int:
-    """The kernel's tile of each thread, and the mask that is added to a block of rows."""
+def workspace_bytes(problem: Problem, backward: bool) -> int:
+    """The kernel's tile of each thread, and the mask that is added to a block of rows, in either direction."""
     rows, columns = tiles(problem)
     tile = torch.get_num_threads() * rows * (columns + problem.dim_v) * problem.score_dtype.itemsize
     masked = problem.mask is not None or bool(problem.scores)

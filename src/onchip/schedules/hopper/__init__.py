@@ -1,7 +1,9 @@
 """Kernels for Hopper GPUs in Gluon: one warp brings tiles by TMA, two or three warpgroups multiply and weigh them.
 
-    forward.py  out and LSE    launch.py   what it is given    tiles.py  tile sizes, as data
-    special.py  exponentials   names.py    Gluon's names     traffic.py  what it moves and computes
+    forward.py   out and LSE              launch.py           what it is given       tiles.py    tile sizes, as data
+    backward.py  dQ, dK and dV            launch_backward.py  what it is given       traffic.py  what they move
+    widest.py    ... of wide heads        workspace.py        between its kernels    dropout.py  what drops
+    special.py   exponentials, softcap    names.py            Gluon's names
 
 Triton costs a second to import, so it is imported by the first call.
 """
@@ -9,7 +11,7 @@ Triton costs a second to import, so it is imported by the first call.
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 
 import torch
@@ -23,7 +25,8 @@ from onchip.scores import Bias, Modify
 
 NAME = "hopper"
 SUMMARY = (
-    "warp-specialised TMA and WGMMA kernels for Hopper GPUs: bands, grouped heads, softcap, ALiBi, sinks, any layout"
+    "warp-specialised TMA and WGMMA kernels for Hopper GPUs: bands, grouped heads, softcap, ALiBi, sinks, dropout, any "
+    "layout, forward and backward"
 )
 WIDEST = 256
 """The largest head dim."""
@@ -53,8 +56,6 @@ def unsupported(problem: Problem) -> list[str]:
         reasons.append("it has bands only (causal and windows, each with any diagonal)")
     if any(isinstance(score, Bias | Modify) for score in problem.scores):
         reasons.append("it has no bias and compiles no scores.modify")
-    if problem.seed is not None:
-        reasons.append("it has no dropout")
     return reasons
 
 
@@ -63,11 +64,6 @@ def _is_band(mask: Mask | None) -> bool:
     if mask is None:
         return True
     return all(isinstance(part, Band) for part in (mask.parts if isinstance(mask, And) else (mask,)))
-
-
-def unsupported_backward(problem: Problem) -> list[str]:
-    """Its backward is another schedule's: the saved state is the same for all."""
-    return ["it has no backward yet"]
 
 
 def forward(problem: Problem, query: Tensor, key: Tensor, value: Tensor, *, saves: bool) -> tuple[Tensor, Tensor]:
@@ -83,15 +79,35 @@ def _kernel() -> Callable[..., tuple[Tensor, Tensor]]:
     return forward
 
 
+def backward(
+    problem: Problem,
+    grad_out: Tensor | None,
+    grad_lse: Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    tensors: Sequence[Tensor],
+    needs: Sequence[bool],
+) -> list[Tensor | None]:
+    """Gradients of query, key, value and of each of `tensors`, None where not needed."""
+    from onchip.schedules.hopper.launch_backward import backward
+
+    return backward(problem, grad_out, grad_lse, query, key, value, out, lse, tensors, needs)
+
+
 def kernels(problem: Problem, backward: bool, target: str | None) -> list[Kernel]:
-    """What each kernel of a direction moves and computes; its backward has none."""
+    """What each kernel of a direction moves and computes."""
     from onchip.schedules.hopper.traffic import kernels
 
-    return [] if backward else kernels(problem, target)
+    return kernels(problem, backward, target)
 
 
-def workspace_bytes(problem: Problem) -> int:
-    """Memory beyond inputs, outputs and gradients: a counter, and two numbers for each tile of rows."""
+def workspace_bytes(problem: Problem, backward: bool) -> int:
+    """A counter and two numbers for each tile of rows; in the backward dQ in float32, and two numbers for each row."""
     from onchip.schedules.hopper.launch import Call, Order
+    from onchip.schedules.hopper.workspace import Workspace
 
-    return 4 * (1 + Order(Call(problem)).marks)
+    call = Call(problem)
+    return 4 * sum(Workspace(call).sizes) if backward else 4 * (1 + Order(call).marks)

@@ -17,6 +17,9 @@ walk: there the maximum runs always. A key that
 all rows look at is one of the first in language models, so it costs nothing; and all tiles of a head begin with the
 same keys, which one of them has then brought into the L2 cache.
 
+With a seed, weights that drop become zeros once they are summed. Which ones is drawn while the products run, see
+dropout.py.
+
 Programs stay: each takes tiles by an atomic counter until there are none, the longest first. What a tile gives does
 not depend on who computes it or when.
 Sources: Shah et al. 2024, FlashAttention-3, sections 3.1 and 3.2 (producer and consumers, two products in flight);
@@ -39,6 +42,7 @@ from onchip.gpu.call import empty_results, on_device
 from onchip.gpu.launcher import PerProblem
 from onchip.gpu.parts import band_of, extent, find_slot, nearest
 from onchip.problem import Problem
+from onchip.schedules.hopper.dropout import afresh, dropped, key_of, without
 from onchip.schedules.hopper.launch import Prepared, expressible, prepare
 from onchip.schedules.hopper.names import barrier, copy_elements, load_tile, reinterpret, store_tile
 from onchip.schedules.hopper.special import exp2
@@ -404,8 +408,39 @@ def product(q, q_s, k_s, slot, layout: gl.constexpr, BLOCK_D: gl.constexpr, BK: 
 
 
 @gluon.jit
+def drops_of(dropout, where, i, column, PIECES: gl.constexpr):
+    """What drops of the block from this column on: these products of integers run beside those of matrices."""
+    drops = None
+    if dropout is not None:
+        k0, k1, threshold, kept_scale = dropout
+        key = (k0, k1)
+        if PIECES > 1:
+            # accumulators of wide heads leave no registers
+            key = afresh(key)
+        drops = dropped(key, where[0], where[1], i, column, threshold)
+    return drops
+
+
+@gluon.jit
+def with_drops(p, drops):
+    """Weights, and with dropout also which of them drop: a loop carries no None."""
+    if drops is not None:
+        p = (p, drops)
+    return p
+
+
+@gluon.jit
+def living(p, dropout):
+    """What of `with_drops` meets the values. Made just before it does: 16 bits that a loop carries had better come
+    from a conversion, whose results need no copies."""
+    if dropout is not None:
+        p = without(p[0], p[1])
+    return p
+
+
+@gluon.jit
 def step(
-    q, p, acc, m, shift, l, slot, phase, column, i, begins, ends, lengths, where, given, scale, factor,
+    q, p, acc, m, shift, l, slot, phase, column, i, begins, ends, lengths, where, given, dropout, scale, factor,
     q_s, k_s, v_s, full, empty,
     change: gl.constexpr, SCALED: gl.constexpr, RUNNING: gl.constexpr, MASKED: gl.constexpr, LOW: gl.constexpr,
     BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, BK: gl.constexpr, PIECES: gl.constexpr, PANELS: gl.constexpr,
@@ -418,7 +453,8 @@ def step(
     mbarrier.wait(full.index(slot), phase)
     v = v_s.index(slot).reshape([BK, BLOCK_DV])
     s = product(q, q_s, k_s, slot, s_layout, BLOCK_D, BK, PIECES, PANELS, GROUP_NUMBER)
-    acc = warpgroup_mma(p, v, acc, is_async=True)
+    acc = warpgroup_mma(living(p, dropout), v, acc, is_async=True)
+    drops = drops_of(dropout, where, i, column, PIECES)
     s = warpgroup_mma_wait(1, deps=[s])
     s = scored(s, i, column, length_q, length_k, begins, ends, where, given, scale, True, change, SCALED, MASKED, LOW)
     if RUNNING:
@@ -435,7 +471,7 @@ def step(
     if RUNNING:
         acc = acc * gl.convert_layout(kept, gl.SliceLayout(1, o_layout))[:, None]
     slot, phase = following(slot, phase, STAGES)
-    return p, acc, m, shift, l, slot, phase
+    return with_drops(p, drops), acc, m, shift, l, slot, phase
 
 
 @gluon.jit
@@ -450,8 +486,8 @@ def release(count, slot, phase, full, empty, STAGES: gl.constexpr):
 
 @gluon.jit
 def finish(
-    acc, m, total, i, first, b, h, token_q, room_q, length_q, o_desc, out, o_strides, lse, lse_strides, sink, o_s,
-    PACK: gl.constexpr, PACKED: gl.constexpr, DV: gl.constexpr, BLOCK_DV: gl.constexpr, SPREAD: gl.constexpr,
+    acc, m, total, i, first, b, h, token_q, room_q, length_q, o_desc, out, o_strides, lse, lse_strides, sink, dropout,
+    o_s, PACK: gl.constexpr, PACKED: gl.constexpr, DV: gl.constexpr, BLOCK_DV: gl.constexpr, SPREAD: gl.constexpr,
     GROUP_NUMBER: gl.constexpr,
 ):  # fmt: skip
     """Out and LSE of 64 rows, from their sums and their references in base 2."""
@@ -473,6 +509,8 @@ def finish(
         both = worth + exp2(logit - lowest)
         portion = gl.where(seen, portion * worth / both, portion)
         result = gl.where((both == 0.0) | (i >= length_q), float("-inf"), lowest + gl.log2(both))
+    if dropout is not None:
+        portion = portion * dropout[3]
     lse_b, lse_h = lse_strides
     lse_start = lse + b.to(gl.int64) * lse_b + head.to(gl.int64) * lse_h + token_q.to(gl.int64)
     gl.store(lse_start + i, result * LN2, mask=i < room_q)
@@ -505,7 +543,7 @@ def finish(
 @gluon.jit
 def attend(
     ring, turn, told, heard, slot, phase, q_phase, o_desc, out, o_strides, lse, lse_strides, work,
-    scale, sink, given, q_s, k_s, v_s, o_s, q_full, q_empty, full, empty,
+    scale, sink, given, dropout, q_s, k_s, v_s, o_s, q_full, q_empty, full, empty,
     change: gl.constexpr, SCALED: gl.constexpr, SAFE: gl.constexpr, LOW: gl.constexpr, HIGH: gl.constexpr,
     PACK: gl.constexpr, PACKED: gl.constexpr, DV: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr,
     BK: gl.constexpr, PIECES: gl.constexpr, PANELS: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr,
@@ -570,6 +608,7 @@ def attend(
         if end > begin:
             mbarrier.wait(full.index(slot), phase)
             s = product(q, q_s, k_s, slot, s_layout, BLOCK_D, BK, PIECES, PANELS, GROUP_NUMBER)
+            drops = drops_of(dropout, where, i, begin * BK, PIECES)
             s = warpgroup_mma_wait(0, deps=[s])
             arrive(empty.index(slot))
             slot, phase = following(slot, phase, STAGES)
@@ -585,7 +624,7 @@ def attend(
             m, shift, kept = raised(s, m, factor)
             weights = exp2(s * factor - shift[:, None])
             l = partial_sums(weights)
-            p = operand(weights, p_layout, DTYPE)
+            p = with_drops(operand(weights, p_layout, DTYPE), drops)
             # blocks (begin, low) until every row that sees something has seen some, [low, high) that every row sees
             # all of, and [high, end)
             low = begin + 1
@@ -594,7 +633,7 @@ def attend(
                 for block in range(begin + 1, low):
                     p, acc, m, shift, l, slot, phase = step(
                         q, p, acc, m, shift, l, slot, phase, block * BK, i, begins, ends, lengths, where,
-                        given, scale, factor, q_s, k_s, v_s, full, empty, change, SCALED, True, True, True,
+                        given, dropout, scale, factor, q_s, k_s, v_s, full, empty, change, SCALED, True, True, True,
                         BLOCK_D, BLOCK_DV, BK, PIECES, PANELS, STAGES, DTYPE, GROUP_NUMBER,
                     )  # fmt: skip
             high = gl.maximum(stop, 0) // BK
@@ -602,17 +641,17 @@ def attend(
             for block in range(low, high):
                 p, acc, m, shift, l, slot, phase = step(
                     q, p, acc, m, shift, l, slot, phase, block * BK, i, begins, ends, lengths, where,
-                    given, scale, factor, q_s, k_s, v_s, full, empty, change, SCALED, SAFE, False, False,
+                    given, dropout, scale, factor, q_s, k_s, v_s, full, empty, change, SCALED, SAFE, False, False,
                     BLOCK_D, BLOCK_DV, BK, PIECES, PANELS, STAGES, DTYPE, GROUP_NUMBER,
                 )  # fmt: skip
             for block in range(high, end):
                 p, acc, m, shift, l, slot, phase = step(
                     q, p, acc, m, shift, l, slot, phase, block * BK, i, begins, ends, lengths, where,
-                    given, scale, factor, q_s, k_s, v_s, full, empty, change, SCALED, SAFE, True, False,
+                    given, dropout, scale, factor, q_s, k_s, v_s, full, empty, change, SCALED, SAFE, True, False,
                     BLOCK_D, BLOCK_DV, BK, PIECES, PANELS, STAGES, DTYPE, GROUP_NUMBER,
                 )  # fmt: skip
             mbarrier.wait(full.index(slot), phase)
-            acc = warpgroup_mma(p, v_s.index(slot).reshape([BK, BLOCK_DV]), acc, is_async=True)
+            acc = warpgroup_mma(living(p, dropout), v_s.index(slot).reshape([BK, BLOCK_DV]), acc, is_async=True)
             acc = warpgroup_mma_wait(0, deps=[acc])
             arrive(empty.index(slot))
             slot, phase = following(slot, phase, STAGES)
@@ -636,7 +675,7 @@ def attend(
                 barrier()
             finish(
                 acc, m * factor, total, i, first, b, h, token_q, room_q, length_q, o_desc, out, o_strides, lse,
-                lse_strides, sink, o_s, PACK, PACKED, DV, BLOCK_DV,
+                lse_strides, sink, dropout, o_s, PACK, PACKED, DV, BLOCK_DV,
                 1 if PIECES == 1 else PANELS * BLOCK_D // BLOCK_DV, GROUP_NUMBER,
             )  # fmt: skip
         if PIECES > 1:
@@ -647,13 +686,18 @@ def attend(
 
 @gluon.jit
 def consume(
-    o_desc, out, o_strides, lse, lse_strides, work, scale, sink, given, ring, q_s, k_s, v_s, o_s, barriers,
+    o_desc, out, o_strides, lse, lse_strides, work, scale, sink, given, seed, threshold, kept_scale, ring,
+    q_s, k_s, v_s, o_s, barriers,
     change: gl.constexpr, SCALED: gl.constexpr, AGAIN: gl.constexpr, LOW: gl.constexpr, HIGH: gl.constexpr,
     PACK: gl.constexpr, PACKED: gl.constexpr, DV: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr,
     BK: gl.constexpr, PIECES: gl.constexpr, PANELS: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr,
     GROUP_NUMBER: gl.constexpr,
 ):  # fmt: skip
     told, heard, q_full, q_empty, full, empty, done = barriers
+    dropout = None
+    if seed is not None:
+        k0, k1 = key_of(seed)
+        dropout = (k0, k1, threshold, kept_scale)
     slot = gl.program_id(0) * 0
     phase = slot
     q_phase = slot
@@ -662,7 +706,7 @@ def consume(
     while more:
         more, slot, phase = attend(
             ring, turn, told, heard, slot, phase, q_phase, o_desc, out, o_strides, lse, lse_strides, work,
-            scale, sink, given, q_s, k_s, v_s, o_s, q_full, q_empty, full, empty,
+            scale, sink, given, dropout, q_s, k_s, v_s, o_s, q_full, q_empty, full, empty,
             change, SCALED, not AGAIN, LOW, HIGH, PACK, PACKED, DV, BLOCK_D, BLOCK_DV, BK, PIECES, PANELS, GROUPS,
             STAGES, GROUP_NUMBER,
         )  # fmt: skip
@@ -678,7 +722,7 @@ def consume(
             while more:
                 more, slot, phase = attend(
                     ring, turn, told, heard, slot, phase, q_phase, o_desc, out, o_strides, lse, lse_strides, work,
-                    scale, sink, given, q_s, k_s, v_s, o_s, q_full, q_empty, full, empty,
+                    scale, sink, given, dropout, q_s, k_s, v_s, o_s, q_full, q_empty, full, empty,
                     change, SCALED, True, LOW, HIGH, PACK, PACKED, DV, BLOCK_D, BLOCK_DV, BK, PIECES, PANELS, GROUPS,
                     STAGES, GROUP_NUMBER,
                 )  # fmt: skip
@@ -689,7 +733,7 @@ def consume(
 
 UNSPECIALIZED = [
     "batch", "heads", "length_q", "length_k", "tiles", "section", "total", "v_b", "v_h", "v_n", "o_b", "o_h", "o_n",
-    "lse_b", "lse_h", "low", "high", "low_aligned", "high_aligned",
+    "lse_b", "lse_h", "low", "high", "low_aligned", "high_aligned", "threshold",
 ]  # fmt: skip
 
 
@@ -701,7 +745,7 @@ def forward_kernel(
     batch: gl.int32, heads: gl.int32, length_q: gl.int32, length_k: gl.int32,
     tiles: gl.int32, section: gl.int32, total: gl.int32,
     cu_q, cu_k, used_q, used_k, low, high, low_aligned, high_aligned, lows, highs,
-    scale: gl.float32, sink, given,
+    scale: gl.float32, sink, given, seed, threshold: gl.int32, kept_scale: gl.float32,
     change: gl.constexpr, SCALED: gl.constexpr, AGAIN: gl.constexpr, LOW: gl.constexpr, HIGH: gl.constexpr,
     ALONE: gl.constexpr, GROUP: gl.constexpr, PACK: gl.constexpr, DV: gl.constexpr, BLOCK_D: gl.constexpr,
     BLOCK_DV: gl.constexpr, PIECES: gl.constexpr, BK: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr,
@@ -752,27 +796,27 @@ def forward_kernel(
     gl.static_assert(GROUPS == 2 or GROUPS == 3)
     if GROUPS == 2:
         gl.warp_specialize([
-            (consume, (o_desc, out, o_strides, lse, lse_strides, work, scale, sink, given, ring, q_s, k_s, v_s, o_s,
-                       barriers, change, SCALED, AGAIN, LOW, HIGH, PACK, PACKED, DV, BLOCK_D, BLOCK_DV, BK, PIECES,
-                       PANELS, GROUPS, STAGES, 0)),
-            (consume, (o_desc, out, o_strides, lse, lse_strides, work, scale, sink, given, ring, q_s, k_s, v_s, o_s,
-                       barriers, change, SCALED, AGAIN, LOW, HIGH, PACK, PACKED, DV, BLOCK_D, BLOCK_DV, BK, PIECES,
-                       PANELS, GROUPS, STAGES, 1)),
+            (consume, (o_desc, out, o_strides, lse, lse_strides, work, scale, sink, given, seed, threshold, kept_scale,
+                       ring, q_s, k_s, v_s, o_s, barriers, change, SCALED, AGAIN, LOW, HIGH, PACK, PACKED, DV,
+                       BLOCK_D, BLOCK_DV, BK, PIECES, PANELS, GROUPS, STAGES, 0)),
+            (consume, (o_desc, out, o_strides, lse, lse_strides, work, scale, sink, given, seed, threshold, kept_scale,
+                       ring, q_s, k_s, v_s, o_s, barriers, change, SCALED, AGAIN, LOW, HIGH, PACK, PACKED, DV,
+                       BLOCK_D, BLOCK_DV, BK, PIECES, PANELS, GROUPS, STAGES, 1)),
             (produce, (descriptors, value, v_strides, counter, work, sizes, layout, bounds, ring, q_s, k_s, v_s,
                        barriers, HIGH, AGAIN, GROUP, PACK, DV, BLOCK_D, BLOCK_DV, BK, PIECES, PANELS, GROUPS, STAGES,
                        ALONE)),
         ], [4, 1], [REGISTERS, 32])  # fmt: skip
     else:
         gl.warp_specialize([
-            (consume, (o_desc, out, o_strides, lse, lse_strides, work, scale, sink, given, ring, q_s, k_s, v_s, o_s,
-                       barriers, change, SCALED, AGAIN, LOW, HIGH, PACK, PACKED, DV, BLOCK_D, BLOCK_DV, BK, PIECES,
-                       PANELS, GROUPS, STAGES, 0)),
-            (consume, (o_desc, out, o_strides, lse, lse_strides, work, scale, sink, given, ring, q_s, k_s, v_s, o_s,
-                       barriers, change, SCALED, AGAIN, LOW, HIGH, PACK, PACKED, DV, BLOCK_D, BLOCK_DV, BK, PIECES,
-                       PANELS, GROUPS, STAGES, 1)),
-            (consume, (o_desc, out, o_strides, lse, lse_strides, work, scale, sink, given, ring, q_s, k_s, v_s, o_s,
-                       barriers, change, SCALED, AGAIN, LOW, HIGH, PACK, PACKED, DV, BLOCK_D, BLOCK_DV, BK, PIECES,
-                       PANELS, GROUPS, STAGES, 2)),
+            (consume, (o_desc, out, o_strides, lse, lse_strides, work, scale, sink, given, seed, threshold, kept_scale,
+                       ring, q_s, k_s, v_s, o_s, barriers, change, SCALED, AGAIN, LOW, HIGH, PACK, PACKED, DV,
+                       BLOCK_D, BLOCK_DV, BK, PIECES, PANELS, GROUPS, STAGES, 0)),
+            (consume, (o_desc, out, o_strides, lse, lse_strides, work, scale, sink, given, seed, threshold, kept_scale,
+                       ring, q_s, k_s, v_s, o_s, barriers, change, SCALED, AGAIN, LOW, HIGH, PACK, PACKED, DV,
+                       BLOCK_D, BLOCK_DV, BK, PIECES, PANELS, GROUPS, STAGES, 1)),
+            (consume, (o_desc, out, o_strides, lse, lse_strides, work, scale, sink, given, seed, threshold, kept_scale,
+                       ring, q_s, k_s, v_s, o_s, barriers, change, SCALED, AGAIN, LOW, HIGH, PACK, PACKED, DV,
+                       BLOCK_D, BLOCK_DV, BK, PIECES, PANELS, GROUPS, STAGES, 2)),
             (produce, (descriptors, value, v_strides, counter, work, sizes, layout, bounds, ring, q_s, k_s, v_s,
                        barriers, HIGH, AGAIN, GROUP, PACK, DV, BLOCK_D, BLOCK_DV, BK, PIECES, PANELS, GROUPS, STAGES,
                        ALONE)),

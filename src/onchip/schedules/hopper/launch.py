@@ -12,14 +12,14 @@ from torch import Tensor
 from triton.experimental.gluon.language import NVMMASharedLayout
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from onchip.gpu import FORWARD, parts
+from onchip.gpu import KEYS, parts
 from onchip.gpu import call as gpu
 from onchip.gpu.call import power_of_two
 from onchip.gpu.launcher import Launcher
 from onchip.model.hardware import multiprocessors
 from onchip.problem import Problem
-from onchip.schedules.hopper.special import capped_to_11_bits
-from onchip.schedules.hopper.tiles import Tile, tile_of
+from onchip.schedules.hopper.special import capped_slope_to_11_bits, capped_to_11_bits
+from onchip.schedules.hopper.tiles import BACKWARD, Block, Tile, tile_of
 
 CACHED_BYTES, SECTION_BYTES, SECTION_HEADS = 8 * 2**20, 16 * 2**20, 32
 """Keys and values of the heads that are worked on at one time. The first much stays in the L2 cache until all programs
@@ -47,14 +47,21 @@ class Call(gpu.Call):
         # a tile holds the same number of rows for each, and TMA counts no further than 64 of them
         self.pack = math.gcd(problem.group, ROWS) if few else 1
 
-    def tile(self, kernel: str) -> Tile:
-        problem = self.problem
-        return tile_of(problem.dim_qk, problem.dim_v)
+    def tile(self, kernel: str) -> Tile | Block:
+        return BACKWARD if kernel == KEYS else self.forward_tile
+
+    @property
+    def forward_tile(self) -> Tile:
+        return tile_of(self.problem.dim_qk, self.problem.dim_v)
 
     @property
     def capped(self) -> Any:
         """The softcap: in bfloat16 scores need not be exact to more than 11 bits."""
         return capped_to_11_bits if self.problem.dtype == torch.bfloat16 else parts.capped
+
+    @property
+    def capped_slope(self) -> Any:
+        return capped_slope_to_11_bits if self.problem.dtype == torch.bfloat16 else parts.capped_slope
 
     @property
     def again(self) -> bool:
@@ -77,7 +84,7 @@ class Order:
 
     def __init__(self, call: Call) -> None:
         problem = call.problem
-        self.tiles = call.count(problem.length_q, call.pack, call.tile(FORWARD).rows)
+        self.tiles = call.count(problem.length_q, call.pack, call.forward_tile.rows)
         heads = problem.heads_q // call.pack * (1 if call.packed else problem.batch)
         self.total = self.tiles * heads
         self.programs = min(multiprocessors(problem.device), self.total)
@@ -147,11 +154,11 @@ class Prepared:
         counter, work = workspace_of(device)
         if self.marks > FEW_MARKS:
             work = torch.empty(self.marks, dtype=torch.int32, device=device)
-        moved = (_moved(self.query, query), _moved(self.key, key), _moved(self.value, value), _moved(self.out, out))
-        self.launcher(value, out, lse, counter, work, descriptors=moved)
+        descriptors = moved(self.query, query), moved(self.key, key), moved(self.value, value), moved(self.out, out)
+        self.launcher(value, out, lse, counter, work, descriptors=descriptors)
 
 
-def _moved(descriptor: TensorDescriptor, tensor: Tensor) -> TensorDescriptor:
+def moved(descriptor: TensorDescriptor, tensor: Tensor) -> TensorDescriptor:
     """The descriptor of another tensor, whose shape and strides need no second look."""
     made: TensorDescriptor = object.__new__(TensorDescriptor)
     made.__dict__.update(descriptor.__dict__)
@@ -205,7 +212,7 @@ _WORKSPACES: dict[tuple[torch.device, int], tuple[Tensor, Tensor]] = {}
 def prepare(kernel: Any, problem: Problem, query: Tensor, key: Tensor, value: Tensor, out: Tensor) -> Prepared:
     """The launch of the forward kernel for tensors that TMA can read."""
     call = Call(problem)
-    tile, order = call.tile(FORWARD), Order(call)
+    tile, order = call.forward_tile, Order(call)
     panels = pieces(problem)
     block_d, block_dv = width(problem.dim_qk) if panels == 1 else PANEL, width(problem.dim_v)
     change = call.semantics.change
@@ -222,6 +229,7 @@ def prepare(kernel: Any, problem: Problem, query: Tensor, key: Tensor, value: Te
         problem.batch, problem.heads_q // call.pack, problem.length_q, problem.length_k,
         order.tiles, order.section, order.total,
         *call.layout, *call.band.arguments, call.scale, call.sink, call.given(call.semantics.reads),
+        *call.dropout,
     )  # fmt: skip
     return Prepared(
         Launcher(kernel, order.programs, rest, constants),

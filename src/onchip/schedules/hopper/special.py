@@ -22,3 +22,10 @@ def capped_to_11_bits(s, cap):
     three quarters of its speed: a multiprocessor has too few special functions, and every weight takes one already.
     """
     return tanh(s * (1.0 / cap)) * cap
+
+
+@gluon.jit
+def capped_slope_to_11_bits(s, cap):
+    """The derivative of that: 1 - tanh(s / cap) ** 2."""
+    t = tanh(s * (1.0 / cap))
+    return 1.0 - t * t

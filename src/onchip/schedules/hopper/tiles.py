@@ -29,6 +29,16 @@ class Row:
     tile: Tile
 
 
+@dataclass(frozen=True)
+class Block:
+    """Rows and columns of a tile of scores in the backward."""
+
+    rows: int
+    columns: int
+
+
+BACKWARD = Block(64, 128)
+"""A program's columns, half of them for each of two warpgroups, and the rows that pass by at a time."""
 FORWARD = (
     Row(64, 64, Tile(3, 64, 4, 160)),
     Row(192, 128, Tile(2, 64, 4, 240)),

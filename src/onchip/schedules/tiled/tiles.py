@@ -223,16 +223,14 @@ def _first_group(problem: Problem, backward: bool) -> Group | None:
     return next(Pieces(problem, segment, False).groups(sequences, backward), None)
 
 
-def workspace_bytes(problem: Problem) -> int:
+def workspace_bytes(problem: Problem, backward: bool) -> int:
     """Tiles of scores, and in low precision K, V and their gradients of a group of heads in float32. Reads lengths."""
-    largest = 0
-    for backward in (False, True):
-        group = _first_group(problem, backward)
-        if group is not None:
-            sequences = group.batch.stop - group.batch.start
-            tile = sequences * (group.query_heads.stop - group.query_heads.start) * group.rows * group.columns
-            pairs = sequences * (group.key_heads.stop - group.key_heads.start)
-            widened = 2 * pairs * problem.length_k * (problem.dim_qk + problem.dim_v)
-            extra = widened if problem.dtype != problem.score_dtype else 0
-            largest = max(largest, ((3 if backward else 1) * tile + extra) * problem.score_dtype.itemsize)
-    return largest
+    group = _first_group(problem, backward)
+    if group is None:
+        return 0
+    sequences = group.batch.stop - group.batch.start
+    tile = sequences * (group.query_heads.stop - group.query_heads.start) * group.rows * group.columns
+    pairs = sequences * (group.key_heads.stop - group.key_heads.start)
+    widened = 2 * pairs * problem.length_k * (problem.dim_qk + problem.dim_v)
+    extra = widened if problem.dtype != problem.score_dtype else 0
+    return ((3 if backward else 1) * tile + extra) * problem.score_dtype.itemsize

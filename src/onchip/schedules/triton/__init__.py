@@ -98,8 +98,9 @@ def kernels(problem: Problem, backward: bool, target: str | None) -> list[Kernel
     return kernels(problem, backward, target)
 
 
-def workspace_bytes(problem: Problem) -> int:
-    """Memory beyond inputs, outputs and gradients: the lists of blocks, where a mask is more than a band."""
+def workspace_bytes(problem: Problem, backward: bool) -> int:
+    """The lists of blocks, where a mask is more than a band, and in the backward one number for each row."""
     from onchip.schedules.triton.launch import Call
 
-    return Call(problem).workspace_bytes
+    rows = (1 if problem.layout == "packed" else problem.batch) * problem.heads_q * problem.length_q
+    return Call(problem).workspace_bytes + 4 * rows * backward

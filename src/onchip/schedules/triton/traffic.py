@@ -25,9 +25,15 @@ def kernels(problem: Problem, backward: bool, target: str | None) -> list[Kernel
     call = Call(problem, target)
     if not backward:
         return [forward_kernel(call, rows)]
+    return [_delta(call, rows), _keys(call), _queries(call, rows), *gradients_of_scores(problem, target)]
+
+
+def gradients_of_scores(problem: Problem, target: str | None) -> list[Kernel]:
+    """The kernels of the gradients of biases and slopes that want one."""
     steps = [score for score in problem.scores if isinstance(score, Bias | Alibi)]
-    gradients = [kernel for step in steps if step.parameters[0][0].requires_grad for kernel in _gradient(call, step)]
-    return [_delta(call, rows), _keys(call), _queries(call, rows), *gradients]
+    wanted = [step for step in steps if step.parameters[0][0].requires_grad]
+    call = Call(problem, target)
+    return [kernel for step in wanted for kernel in _gradient(call, step)]
 
 
 def _delta(call: Call, rows: int) -> Kernel:
