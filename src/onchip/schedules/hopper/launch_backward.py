@@ -22,7 +22,7 @@ from onchip.schedules.triton.backward import backward as portable_backward
 
 NARROW, WIDE = 64, 128
 """Up to these head dims dQ has a warpgroup of its own; and one pass over the rows makes both gradients of columns."""
-SECTION_ROWS, NARROW_SECTION_ROWS = 16384, 32768
+SECTION_ROWS = 32768
 """Keys of the heads that are worked on at one time under a band that ends at the diagonal."""
 ORDERED_HEADS = 8
 """Heads that are worked on at one time where programs add to dQ in order, each one block behind another."""
@@ -95,7 +95,7 @@ def prepare(
     main = (
         *(stride for tensor in (*inputs, *results[1:]) for stride in call.strides(tensor, VECTOR)[:3]),
         problem.batch, problem.heads_kv, problem.length_q, problem.length_k, tiles,
-        _section(call, sequences * problem.heads_kv, work.width), work.slots,
+        _section(call, sequences * problem.heads_kv), work.slots,
         *call.layout, *call.band.arguments, call.scale, problem.scale, call.given(call.semantics.reads), *call.dropout,
     )  # fmt: skip
     last = (*call.strides(results[0], VECTOR)[:3], *heads, cu_q, used_q, problem.scale)
@@ -120,12 +120,11 @@ def prepare(
     )  # fmt: skip
 
 
-def _section(call: Call, heads: int, width: int) -> int:
+def _section(call: Call, heads: int) -> int:
     """Heads in a row whose columns are taken before those of others."""
     problem = call.problem
     if call.band.has_high or call.band.has_low:
-        rows = NARROW_SECTION_ROWS if width <= NARROW else SECTION_ROWS
-        return max(1, min(heads, rows // max(1, problem.length_k)))
+        return max(1, min(heads, SECTION_ROWS // max(1, problem.length_k)))
     return min(heads, ORDERED_HEADS) if problem.deterministic else 1
 
 
