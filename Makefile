@@ -41,7 +41,7 @@ interpret-test: $(INSTALLED)
 
 # The Hopper kernels with a newer Triton, some of whose names in Gluon differ.
 newest-test: $(INSTALLED) $(NEWEST_INSTALLED)
-	PYTHONPATH=.venv-newest .venv/bin/python -m pytest tests/compile/test_hopper.py tests/compile/test_launcher.py -n 2
+	PYTHONPATH=.venv-newest .venv/bin/python -m pytest tests/compile/test_hopper.py tests/compile/test_hopper_backward.py tests/compile/test_launcher.py -n 2
 
 # Every Triton kernel for every head dim, dtype, target and kind of problem, without a GPU: some 40 minutes, the first time.
 compile-all: $(INSTALLED)

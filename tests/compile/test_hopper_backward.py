@@ -33,7 +33,9 @@ ROWS = [
 ]  # fmt: skip
 # loads and stores of local memory in loops that make products, above head dim 64
 MOST_SPILLS = {"softcap": 140, "alibi": 120}
-MEASURED = "3.6"
+# Triton whose code the kernels were measured with. Newer ones take more registers: spills are bounded, and beyond head
+# dim 192 products may wait for each other.
+MEASURED = triton.__version__.startswith("3.6")
 
 
 @pytest.mark.parametrize(
@@ -46,9 +48,9 @@ def test_compiles(feature, dims, dtype, deterministic):
     assert first.spills == last.spills == 0, (first, last)
     narrow = max(dims) <= 64
     most = 0 if narrow else MOST_SPILLS.get(feature, 0)
-    assert main.spills_at_products <= (most if triton.__version__.startswith(MEASURED) else 4 * most + 40), main
+    assert main.spills_at_products <= (most if MEASURED else most + 110), main
     assert main.shared <= aot.SHARED_LIMITS["sm_90"], main
     assert main.units == "wgmma.mma_async", main
     assert main.overwritten == (), "memory of a barrier that nobody uses holds something else"
-    assert main.serialized == 0, "ptxas made products wait for each other (C75xx)"
+    assert main.serialized == 0 or (max(dims) > 192 and not MEASURED), "products wait for each other (C75xx)"
     assert (200 if narrow else 240) in main.handed, main.handed

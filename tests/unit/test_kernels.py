@@ -14,7 +14,7 @@ from onchip import dispatch, masks, scores
 from onchip.attention import _bind
 from onchip.masks import Band
 from onchip.model.eager import Recorder
-from onchip.schedules import dense, tiled, triton
+from onchip.schedules import dense, hopper, tiled, triton
 from tests import harness
 from tests.machine import INTERPRETED
 from tests.problems import COVERING, Spec, build, fitted, specs
@@ -207,6 +207,20 @@ def test_bands_on_hopper_are_walked_tile_by_tile(lengths, layout, sides, heads, 
     assert kernel.pairs == expected["pairs"] * heads_q
     area = kernel.tile[0] * kernel.tile[1]
     assert kernel.requested.flops == 2 * expected["steps"] * heads_q * area * 2 * (wide(dim) + wide(dim_v))
+    assert_hopper_backward(problem, lengths, sides)
+
+
+def assert_hopper_backward(problem, lengths, sides):
+    """Its kernel of columns has its own tile, makes dQ too, and adds whole blocks of it to sums."""
+    first, kernel, last = hopper.kernels(problem, True, "sm_90")
+    heads, dim, dim_v = problem.heads_q, problem.dim_qk, problem.dim_v
+    rows, columns = kernel.tile
+    expected = enumerate_band([(q, k)[::-1] for q, k in lengths], sides[::-1], (columns, rows), 1)
+    assert kernel.requested.loads["query"] == expected["loaded"] * heads * dim * 2
+    assert kernel.requested.loads["delta"] == expected["steps"] * rows * heads * 4
+    assert kernel.requested.stores["sums"] == expected["steps"] * rows * heads * max(64, wide(dim), wide(dim_v)) * 4
+    assert kernel.requested.flops == 2 * expected["steps"] * heads * rows * columns * (3 * wide(dim) + 2 * wide(dim_v))
+    assert first.requested.stores["sums"] == last.requested.loads["sums"] <= hopper.workspace_bytes(problem, True)
 
 
 def wide(dim):
