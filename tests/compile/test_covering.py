@@ -52,6 +52,8 @@ def test_compiles(row, record_property):
     assert made.shared <= aot.SHARED_LIMITS[row.target], f"{row.launch().tile}: {made}"
     assert made.registers <= aot.REGISTER_LIMITS[row.target], f"{row.launch().tile}: {made}"
     assert made.units == units(row), f"{row.launch().tile}: {made}"
+    if is_strict(row):
+        assert made.serialized == 0, "ptxas made products wait for each other (C75xx)"
 
 
 def test_rows_cover_features_at_every_target():

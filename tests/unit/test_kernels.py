@@ -129,7 +129,6 @@ def test_triton_moves_what_it_says_whatever_is_drawn(spec):
 
 
 @interpreted
-@pytest.mark.xfail(reason="parts.visits walks from a tile that lies wholly behind a length: work that nobody sees")
 def test_triton_moves_what_it_says_behind_a_length():
     check(Spec(((1, 1), (33, 70)), layout="padded", causal=True))
 

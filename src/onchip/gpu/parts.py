@@ -140,8 +140,13 @@ def start_of(base, b, h, token, stride_b, stride_h, stride_n, VECTOR: tl.constex
 
 @triton.jit
 def moved(start, rows, stride_n, VECTOR: tl.constexpr):
-    """The pointer, so many rows further."""
-    return start + rows.to(tl.int64) * stride_n * VECTOR
+    """The pointer, so many rows further, a multiple of 16.
+
+    Counted in sixteens, a loop's first row is no number that the loop before it has at hand. Else LLVM would put its
+    conversion, and with it the sums, on the path around that loop (partial redundancy elimination), which ptxas takes
+    for changes of what products add to: it would make products wait for each other (C7515).
+    """
+    return start + (rows >> 4).to(tl.int64) * (stride_n * (16 * VECTOR))
 
 
 @triton.jit

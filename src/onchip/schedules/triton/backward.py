@@ -220,71 +220,99 @@ def keys_kernel(
     q_offsets = offsets_of(r, 0, q_h, q_n, q_d, BLOCK_D, 1, WIDE, VECTOR)
     do_offsets = offsets_of(r, 0, do_h, do_n, do_d, BLOCK_DV, 1, WIDE, VECTOR)
     dropout = (seed, threshold, kept_scale)
+    exists = j < room_k
+    key_columns = (columns, token_k + first, b, kv_head, exists)
+    if not LISTS:
+        start, full_start, full_stop, stop = visits(first, last, -most, -least, length_q, BQ, keep is not None)
+        if start == stop:
+            store_columns(
+                grad_key, grad_value, dk, dv, key_columns, (dk_b, dk_h, dk_n, dk_d), (dv_b, dv_h, dv_n, dv_d), D, DV,
+                BLOCK_D, BLOCK_DV, WIDE, VECTOR,
+            )  # fmt: skip
+            return
     for member in range(0, GROUP):
         head = (kv_head * GROUP + member).to(tl.int64)
         q_start = start_of(query, b, head, token_q, q_b, q_h, q_n, VECTOR)
         do_start = start_of(grad_out, b, head, token_q, do_b, do_h, do_n, VECTOR)
         values = sequence * lse_b + head * lse_h + token_q.to(tl.int64)
+        rows = (q_start, do_start, q_offsets, do_offsets, q_n, do_n, lse + values, delta + values)
+        where = (sequence, head, token_q, token_k, length_q, length_k)
+        # what needs a mask, before and behind [full_start, full_stop), and then what does not
         if LISTS:
             row = sequence * list_b + head * list_h + first // 128
             listed = order + row * blocks_k
             start, full_start, full_stop, stop = listed_visits(counts + row * 2, first, last, BQ)
+            masked = full_start
         else:
             listed = None
-            start, full_start, full_stop, stop = visits(first, last, -most, -least, length_q, BQ, keep is not None)
-        rows = (q_start, do_start, q_offsets, do_offsets, q_n, do_n, lse + values, delta + values)
-        where = (sequence, head, token_q, token_k, length_q, length_k)
-        if HIGH or keep is not None:
-            dk, dv = gather(
-                dk, dv, k, v, rows, begins, ends, where, first, start, full_start, listed, scores, dropout, given,
-                keep, change, differentiate, D, DV, BLOCK_D, BLOCK_DV, BQ, BK, LISTS, True, HIGH, CAREFUL, VECTOR,
-                PRECISION,
-            )  # fmt: skip
+            if start + (full_stop - full_start) == stop:
+                # One step has a mask, so that the compiler knows of one: ptxas takes the sums of a loop that is skipped
+                # for changes of what a product adds to, and would make products wait for each other.
+                full_start = start + BQ
+            masked = stop - (full_stop - full_start)
+            tl.assume(masked > start)
+        dk, dv = gather(
+            dk, dv, k, v, rows, begins, ends, where, first, start, masked, full_start, full_stop - full_start, listed,
+            scores, dropout, given, keep, change, differentiate, D, DV, BLOCK_D, BLOCK_DV, BQ, BK, LISTS, True, HIGH,
+            CAREFUL, VECTOR, PRECISION,
+        )  # fmt: skip
         if LISTS or keep is None:
             dk, dv = gather(
-                dk, dv, k, v, rows, begins, ends, where, first, full_start, full_stop, listed, scores, dropout, given,
-                None, change, differentiate, D, DV, BLOCK_D, BLOCK_DV, BQ, BK, LISTS, False, HIGH, CAREFUL, VECTOR,
-                PRECISION,
+                dk, dv, k, v, rows, begins, ends, where, first, full_start, full_stop, full_stop, 0, listed, scores,
+                dropout, given, None, change, differentiate, D, DV, BLOCK_D, BLOCK_DV, BQ, BK, LISTS, False, HIGH,
+                CAREFUL, VECTOR, PRECISION,
             )  # fmt: skip
-        if not LISTS:
-            dk, dv = gather(
-                dk, dv, k, v, rows, begins, ends, where, first, full_stop, stop, listed, scores, dropout, given,
-                keep, change, differentiate, D, DV, BLOCK_D, BLOCK_DV, BQ, BK, LISTS, True, HIGH, CAREFUL, VECTOR,
-                PRECISION,
-            )  # fmt: skip
-    exists = j < room_k
+    dk = tl.where(lives[:, None], dk * scale, 0.0)
+    dv = tl.where(lives[:, None], dv * kept_scale, 0.0)
+    store_columns(
+        grad_key, grad_value, dk, dv, key_columns, (dk_b, dk_h, dk_n, dk_d), (dv_b, dv_h, dv_n, dv_d), D, DV, BLOCK_D,
+        BLOCK_DV, WIDE, VECTOR,
+    )  # fmt: skip
+
+
+@triton.jit
+def store_columns(
+    grad_key, grad_value, dk, dv, columns, dk_strides, dv_strides,
+    D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, WIDE: tl.constexpr,
+    VECTOR: tl.constexpr,
+):  # fmt: skip
+    """The gradients of a tile of columns, those that are wanted."""
+    c, token, b, kv_head, exists = columns
     if grad_key is not None:
-        dk = tl.where(lives[:, None], dk * scale, 0.0)
-        dk_start = start_of(grad_key, b, kv_head, token_k + first, dk_b, dk_h, dk_n, VECTOR)
-        dk_offsets = offsets_of(columns, 0, dk_h, dk_n, dk_d, BLOCK_D, 1, WIDE, VECTOR)
-        store_tile(dk_start, dk_offsets, exists, dk, D, BLOCK_D)
+        dk_b, dk_h, dk_n, dk_d = dk_strides
+        dk_start = start_of(grad_key, b, kv_head, token, dk_b, dk_h, dk_n, VECTOR)
+        store_tile(dk_start, offsets_of(c, 0, dk_h, dk_n, dk_d, BLOCK_D, 1, WIDE, VECTOR), exists, dk, D, BLOCK_D)
     if grad_value is not None:
-        dv = tl.where(lives[:, None], dv * kept_scale, 0.0)
-        dv_start = start_of(grad_value, b, kv_head, token_k + first, dv_b, dv_h, dv_n, VECTOR)
-        dv_offsets = offsets_of(columns, 0, dv_h, dv_n, dv_d, BLOCK_DV, 1, WIDE, VECTOR)
-        store_tile(dv_start, dv_offsets, exists, dv, DV, BLOCK_DV)
+        dv_b, dv_h, dv_n, dv_d = dv_strides
+        dv_start = start_of(grad_value, b, kv_head, token, dv_b, dv_h, dv_n, VECTOR)
+        store_tile(dv_start, offsets_of(c, 0, dv_h, dv_n, dv_d, BLOCK_DV, 1, WIDE, VECTOR), exists, dv, DV, BLOCK_DV)
 
 
 @triton.jit
 def gather(
-    dk, dv, k, v, rows, begins, ends, where, first, begin, end, listed, scores, dropout, given,
+    dk, dv, k, v, rows, begins, ends, where, first, begin, end, gap, width, listed, scores, dropout, given,
     keep: tl.constexpr, change: tl.constexpr, differentiate: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BQ: tl.constexpr,
     BK: tl.constexpr, LISTS: tl.constexpr, MASKED: tl.constexpr, BOUNDED: tl.constexpr, CAREFUL: tl.constexpr,
     VECTOR: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """dK and dV of the columns from `first` on after the rows [begin, end), or after these steps of a list."""
+    """dK and dV of the columns from `first` on after the rows [begin, end), or after these steps of a list.
+
+    If MASKED, rows from `gap` on are so many further down.
+    """
     q_start, do_start, q_offsets, do_offsets, q_n, do_n, lse, delta = rows
     sequence, head, token_q, token_k, length_q, length_k = where
     r = tl.arange(0, BQ)
     j = (first + tl.arange(0, BK))[:, None]
     for step in range(begin, end, 1 if LISTS else BQ):
         row = listed_column(listed, step, BQ) if LISTS else step
+        if MASKED and not LISTS:
+            row += tl.where(step < gap, 0, width)
         position = row + r
         exists = position < length_q
         q = load_tile(moved(q_start, row, q_n, VECTOR), q_offsets, exists, MASKED, D, BLOCK_D)
         do = load_tile(moved(do_start, row, do_n, VECTOR), do_offsets, exists, MASKED, DV, BLOCK_DV)
-        row_lse, row_delta = load_row_values(lse, delta, position, exists, change is None)
+        row_lse, row_delta = load_row_values(moved(lse, row, 1, 1), moved(delta, row, 1, 1), r, exists, change is None)
         if MASKED or CAREFUL:
             # a row that sees nothing must not give what it holds
             sees = (row_lse < float("inf")) | (row_lse != row_lse)
