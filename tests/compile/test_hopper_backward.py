@@ -36,10 +36,11 @@ MOST_SPILLS = {"softcap": 140, "alibi": 120}
 # Triton whose code the kernels were measured with. Newer ones take more registers: spills are bounded, and beyond head
 # dim 192 products may wait for each other.
 MEASURED = triton.__version__.startswith("3.6")
+SOME = ROWS if MEASURED else ROWS[::3]
 
 
 @pytest.mark.parametrize(
-    ("feature", "dims", "dtype", "deterministic"), ROWS, ids=lambda value: str(value).replace("torch.", "")
+    ("feature", "dims", "dtype", "deterministic"), SOME, ids=lambda value: str(value).replace("torch.", "")
 )
 def test_compiles(feature, dims, dtype, deterministic):
     spec = replace(FEATURES[feature], dims=dims)

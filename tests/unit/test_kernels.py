@@ -141,7 +141,7 @@ def test_in_the_interpreter():
     environment = os.environ | {"TRITON_INTERPRET": "1"}
     ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
     assert ended.returncode == 0, ended.stdout[-4000:]
-    assert f"{len(TOLD) + 1} passed" in ended.stdout and "1 xfailed" in ended.stdout
+    assert f"{len(TOLD) + 2} passed" in ended.stdout
 
 
 # Triton: tiles of the Hopper table, enumerated one by one

@@ -245,12 +245,14 @@ def keys_kernel(
             masked = full_start
         else:
             listed = None
-            if start + (full_stop - full_start) == stop:
+            masked = stop - (full_stop - full_start)
+            if keep is None and change is None:
                 # One step has a mask, so that the compiler knows of one: ptxas takes the sums of a loop that is skipped
                 # for changes of what a product adds to, and would make products wait for each other.
-                full_start = start + BQ
-            masked = stop - (full_stop - full_start)
-            tl.assume(masked > start)
+                if masked == start:
+                    full_start = start + BQ
+                    masked = full_start
+                tl.assume(masked > start)
         dk, dv = gather(
             dk, dv, k, v, rows, begins, ends, where, first, start, masked, full_start, full_stop - full_start, listed,
             scores, dropout, given, keep, change, differentiate, D, DV, BLOCK_D, BLOCK_DV, BQ, BK, LISTS, True, HIGH,
