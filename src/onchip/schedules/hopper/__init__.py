@@ -92,9 +92,15 @@ def backward(
     needs: Sequence[bool],
 ) -> list[Tensor | None]:
     """Gradients of query, key, value and of each of `tensors`, None where not needed."""
+    return _backward_kernels()(problem, grad_out, grad_lse, query, key, value, out, lse, tensors, needs)
+
+
+@cache
+def _backward_kernels() -> Callable[..., list[Tensor | None]]:
+    """The function that launches them. A process that never differentiates does not import them."""
     from onchip.schedules.hopper.launch_backward import backward
 
-    return backward(problem, grad_out, grad_lse, query, key, value, out, lse, tensors, needs)
+    return backward
 
 
 def kernels(problem: Problem, backward: bool, target: str | None) -> list[Kernel]:

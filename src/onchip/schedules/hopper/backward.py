@@ -27,7 +27,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from onchip.gpu.parts import band_of, extent, find_slot, nearest
-from onchip.schedules.hopper.dropout import afresh, alive, dropped_turned, key_of, without
+from onchip.schedules.hopper.dropout import afresh, alive, dropped_turned, loaded_dropout, without
 from onchip.schedules.hopper.forward import VECTOR, arrive, copy_values
 from onchip.schedules.hopper.names import add_tile, load_tile, store_tile
 from onchip.schedules.hopper.special import exp2
@@ -308,17 +308,6 @@ def turned(g, raw, m, column, where, given, change: gl.constexpr, differentiate:
         j = (column + gl.arange(0, 64, layout=gl.SliceLayout(1, layout)))[:, None]
         g = differentiate(g, raw, nearest(i, where[4]), nearest(j, where[5]), where, given)
     return g
-
-
-@gluon.jit
-def loaded_dropout(dropout):
-    """Both words of the seed, below which lanes drop, and what the rest is multiplied by; None without a seed."""
-    seed, threshold, kept_scale = dropout
-    found = None
-    if seed is not None:
-        k0, k1 = key_of(seed)
-        found = (k0, k1, threshold, kept_scale)
-    return found
 
 
 @gluon.jit

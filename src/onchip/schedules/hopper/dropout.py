@@ -42,6 +42,17 @@ def key_of(seed):
 
 
 @gluon.jit
+def loaded_dropout(dropout):
+    """Both words of the seed, below which lanes drop, and what the rest is multiplied by; None without a seed."""
+    seed, threshold, kept_scale = dropout
+    found = None
+    if seed is not None:
+        k0, k1 = key_of(seed)
+        found = (k0, k1, threshold, kept_scale)
+    return found
+
+
+@gluon.jit
 def afresh(key):
     """The key, of which no compiler knows that it stays: those of the rounds then take no registers between blocks."""
     k0, k1 = key

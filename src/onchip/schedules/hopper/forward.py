@@ -42,7 +42,7 @@ from onchip.gpu.call import empty_results, on_device
 from onchip.gpu.launcher import PerProblem
 from onchip.gpu.parts import band_of, extent, find_slot, nearest
 from onchip.problem import Problem
-from onchip.schedules.hopper.dropout import afresh, dropped, key_of, without
+from onchip.schedules.hopper.dropout import afresh, dropped, loaded_dropout, without
 from onchip.schedules.hopper.launch import Prepared, expressible, prepare
 from onchip.schedules.hopper.names import barrier, copy_elements, load_tile, reinterpret, store_tile
 from onchip.schedules.hopper.special import exp2
@@ -694,10 +694,7 @@ def consume(
     GROUP_NUMBER: gl.constexpr,
 ):  # fmt: skip
     told, heard, q_full, q_empty, full, empty, done = barriers
-    dropout = None
-    if seed is not None:
-        k0, k1 = key_of(seed)
-        dropout = (k0, k1, threshold, kept_scale)
+    dropout = loaded_dropout((seed, threshold, kept_scale))
     slot = gl.program_id(0) * 0
     phase = slot
     q_phase = slot

@@ -172,20 +172,21 @@ def _gradients(
     problem: Problem, grad_out: Tensor, grad_lse: Tensor | None, query: Tensor, key: Tensor, value: Tensor, out: Tensor,
     lse: Tensor,
 ) -> list[Tensor]:  # fmt: skip
-    given = query, grad_out, key, value
-    facts = (*(tensor.stride() for tensor in given), out.stride(), None if grad_lse is None else grad_lse.stride())
+    given = query, grad_out, key, value, out
+    facts = (*(tensor.stride() for tensor in given), None if grad_lse is None else grad_lse.stride())
     known = _PREPARED.of(problem)
     ready = known.get(facts)
     with on_device(query.device):
-        inputs: tuple[Tensor, ...] = given
-        together = query.data_ptr() | grad_out.data_ptr() | key.data_ptr() | value.data_ptr()
+        read: tuple[Tensor, ...] = given
+        together = query.data_ptr() | grad_out.data_ptr() | key.data_ptr() | value.data_ptr() | out.data_ptr()
         if ready is None or together % 16:
-            inputs = tuple(expressible(tensor) for tensor in given)
+            read = tuple(expressible(tensor) for tensor in given)
             ready = None
+        *inputs, out = read
         results = [torch.empty_like(tensor) for tensor in (inputs[0], inputs[2], inputs[3])]
         if ready is None:
             ready = prepare(problem, grad_lse, inputs, out, results)
-            if all(one is other for one, other in zip(inputs, given, strict=True)):
+            if all(one is other for one, other in zip(read, given, strict=True)):
                 known[facts] = ready
         ready.run(grad_lse, inputs, out, lse.contiguous(), results)
     return results

@@ -40,7 +40,6 @@ from onchip.schedules.hopper.backward import (
     halves,
     living,
     loaded,
-    loaded_dropout,
     next_block,
     number_of,
     of_living,
@@ -48,6 +47,7 @@ from onchip.schedules.hopper.backward import (
     turned,
     unknown_zero,
 )
+from onchip.schedules.hopper.dropout import loaded_dropout
 from onchip.schedules.hopper.forward import VECTOR, arrive
 from onchip.schedules.hopper.names import add_tile, copy_elements, load_tile, reinterpret, store_tile
 from onchip.schedules.hopper.special import exp2

@@ -26,13 +26,13 @@ class Workspace:
         self.width = max(width(problem.dim_qk), width(problem.dim_v))
         self.slots = call.count(problem.length_q, 1, ROWS)
         self.blocks = self.slots * problem.heads_q * (1 if call.packed else problem.batch)
-        self.order = self.blocks + 4 if problem.deterministic else 0
+        self.order = self.blocks + 1 if problem.deterministic else 0
 
     @property
     def sizes(self) -> tuple[int, int, int, int]:
         """4-byte elements: LSE, delta, sums of dQ, and how many programs have added to each block."""
         rows = self.blocks * ROWS
-        return rows, rows, rows * self.width, -(-self.order // 4) * 4
+        return rows, rows, rows * self.width, self.order
 
     def allocate(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """Those, in one piece of memory."""
