@@ -68,6 +68,30 @@ def measured(name: str) -> Iterator[None]:
     torch.cuda.nvtx.range_end(mark)
 
 
+def find() -> str:
+    """Where ncu is.
+
+    Raises:
+        FileNotFoundError: there is none.
+    """
+    program = shutil.which("ncu") or shutil.which("ncu", path="/usr/local/cuda/bin")
+    if program is None:
+        raise FileNotFoundError("ncu (Nsight Compute) is not on the path")
+    return program
+
+
+def part_of(row: dict[str, str]) -> str:
+    """The part in which a launch stands.
+
+    Raises:
+        ValueError: it stands in none.
+    """
+    mark = _MARK.search(" ".join(row.values()))
+    if mark is None:
+        raise ValueError(f"{row['Kernel Name']} was launched in no part")
+    return mark[1]
+
+
 def count(script: Sequence[str]) -> list[Counted]:
     """Run a Python script with its arguments under ncu and read the counters of the parts that it marks.
 
@@ -75,9 +99,7 @@ def count(script: Sequence[str]) -> list[Counted]:
         FileNotFoundError: there is no ncu.
         RuntimeError: ncu or the script failed; the message holds the end of what they printed.
     """
-    program = shutil.which("ncu") or shutil.which("ncu", path="/usr/local/cuda/bin")
-    if program is None:
-        raise FileNotFoundError("ncu (Nsight Compute) is not on the path")
+    program = find()
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "counters.csv"
         command = [program, *OPTIONS, "--metrics", ",".join(METRICS), "--log-file", str(log), sys.executable, *script]
@@ -106,12 +128,9 @@ def parse(text: str) -> list[Counted]:
 
 
 def _launch(row: dict[str, str]) -> Counted:
-    mark = _MARK.search(" ".join(row.values()))
-    if mark is None:
-        raise ValueError(f"{row['Kernel Name']} was launched in no part")
     values = {ours: float(row[theirs].replace(",", "")) for theirs, ours in METRICS.items()}
     return Counted(
-        part=mark[1],
+        part=part_of(row),
         kernel=row["Kernel Name"],
         device_read_bytes=int(values["device_read_bytes"]),
         device_written_bytes=int(values["device_written_bytes"]),
