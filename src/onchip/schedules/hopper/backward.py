@@ -1,6 +1,6 @@
 """The backward kernels for Hopper: 128 keys stay, the rows that see them pass by.
 
-    prepare_kernel   delta and LSE of 64 rows at a time, in base 2 and padded to whole blocks; zeros for dQ
+    prepare_kernel   delta and LSE of 64 rows at a time, in base 2 and padded to whole blocks
     backward_kernel  one program for 128 columns of a key head
         producer     one warp: K and V once, then q and do of every block of 64 rows, with their LSE and delta
         consumers    two warpgroups of 64 columns each; for each block of rows
@@ -10,7 +10,7 @@
                      64), or a warpgroup that also multiplies (to 64: k and v then are register operands)
     finish_kernel    dq from float32 sums, whose memory order is that of the accumulator's registers
 
-dK and dV are sums of one program, over all heads of a group; dQ is added to in any order.
+dK and dV are sums of one program, over all heads of a group. dQ is added to in any order, once its first part is there.
 Sources: Dao 2023, FlashAttention-2, algorithm 2; Shah et al. 2024, FlashAttention-3, section 3.
 """
 
@@ -123,22 +123,22 @@ def next_block(m, member, begin, end):
     return m, member
 
 
-# The order in which programs add to dQ, where that is asked for
+# How programs add to dQ: whoever comes first to a block fills it, and the others add to that
 
 
 @gluon.jit
-def number_of(order, blocks, HIGH: gl.constexpr):
-    """The program's number among all, in the order in which they start.
+def number_of(order, blocks, HIGH: gl.constexpr, ORDERED: gl.constexpr):
+    """The program's number among all; if they add in order, among those that started.
 
     A program that waits for others waits for smaller numbers only, so these have started, and none waits for ever.
     Under a band that ends at the diagonal the last columns come first: their rows are the first to be done with.
     """
-    if order is None:
-        number = gl.program_id(0)
-    else:
+    if ORDERED:
         number = gl.atomic_add(order + blocks, 1)
         if HIGH:
             number = gl.num_programs(0) - 1 - number
+    else:
+        number = gl.program_id(0)
     return number
 
 
@@ -162,40 +162,83 @@ def loaded(pointer):
 
 
 @gluon.jit
-def release(order, block):
-    """What the warp of this partition's first thread added is there: the next program may add."""
-    gl.inline_asm_elementwise(
-        "cp.async.bulk.wait_group 0; bar.warp.sync 0xffffffff; mov.b32 $0, $1;", "=r,r", [block], dtype=gl.int32,
-        is_pure=False, pack=1,
+def claimed(pointer):
+    """What stood there before this warp put 1 in place of a 0."""
+    return gl.inline_asm_elementwise(
+        """
+        {
+        .reg .pred one;
+        .reg .b32 lane;
+        mov.u32 lane, %laneid;
+        setp.eq.u32 one, lane, 0;
+        mov.b32 $0, 0;
+        @one atom.acquire.gpu.global.cas.b32 $0, [$1], 0, 1;
+        shfl.sync.idx.b32 $0, $0, 0, 0x1f, 0xffffffff;
+        }
+        """,
+        "=&r,l", [pointer], dtype=gl.int32, is_pure=False, pack=1,
     )  # fmt: skip
-    gl.atomic_add(order + block, 1, sem="release", scope="gpu")
 
 
-# The warps that add to dQ
+@gluon.jit
+def is_first(order, block, turn, ORDERED: gl.constexpr):
+    """Whether nobody has filled a block of dq yet. Waits until it is filled if it is somebody else who does.
+
+    In order, `order` counts the programs that are done with the block. Otherwise 1 says that somebody is about to fill
+    it, and 2 that it is filled.
+    """
+    if ORDERED:
+        while loaded(order + block) != turn:
+            pass
+        first = turn == 0
+    else:
+        first = loaded(order + block) == 0
+        if first:
+            first = claimed(order + block) == 0
+        if not first:
+            while loaded(order + block) != 2:
+                pass
+    return first
+
+
+@gluon.jit
+def leave(dq_desc, row, tile, first):
+    """A tile of dq, by TMA."""
+    if first:
+        store_tile(dq_desc, [row, 0], tile)
+    else:
+        add_tile(dq_desc, [row, 0], tile)
+
+
+@gluon.jit
+def release(order, block, first, ORDERED: gl.constexpr):
+    """What this warp brought to a block is there."""
+    if first or ORDERED:
+        gl.inline_asm_elementwise(
+            "cp.async.bulk.wait_group 0; bar.warp.sync 0xffffffff; mov.b32 $0, $1;", "=r,r", [block], dtype=gl.int32,
+            is_pure=False, pack=1,
+        )  # fmt: skip
+        gl.atomic_add(order + block, 1, sem="release", scope="gpu")
 
 
 @gluon.jit
 def add_tiles(
     dq_desc, order, sizes, layout, bounds, slots, dq_s, dq_full, dq_empty,
-    HIGH: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, W: gl.constexpr,
+    HIGH: gl.constexpr, ORDERED: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, W: gl.constexpr,
 ):  # fmt: skip
-    """One of two warps that add tiles of dq, every other one each, so that one may wait for its turn."""
+    """One of two warps that add tiles of dq, every other one each, so that one may wait."""
     b, h, first, q_of, k_of, band, begin, end = columns_of(sizes, layout, bounds)
     heads = sizes[2] * GROUP
     count = end - begin
     for i in range(W, count * GROUP, 2):
         m = begin + i % count
         block = block_of(b, h * GROUP + i // count, m, q_of[0], heads, slots, layout[0] is not None)
+        fills = is_first(order, block, before_us(m, first, k_of[2], band, HIGH), ORDERED)
         mbarrier.wait(dq_full.index(W), (i // 2) & 1)
-        if order is not None:
-            turn = before_us(m, first, k_of[2], band, HIGH)
-            while loaded(order + block) != turn:
-                pass
-        add_tile(dq_desc, [block * (2 * D), 0], dq_s.index(W))
+        leave(dq_desc, block * (2 * D), dq_s.index(W), fills)
         tma.store_wait(0)
         mbarrier.arrive(dq_empty.index(W), count=1)
-        if order is not None:
-            release(order, block)
+        release(order, block, fills, ORDERED)
 
 
 # The producer
@@ -392,11 +435,11 @@ def store_gradients(
 
 @gluon.jit
 def step_by_turns(
-    i, m, column, dk, dv, band, where, given, dropout, scale, q_s, do_s, k_s, v_s, lse_s, delta_s, ds_s, dq_s,
+    i, m, column, dk, dv, held, band, where, given, dropout, scale, q_s, do_s, k_s, v_s, lse_s, delta_s, ds_s, dq_s,
     barriers, change: gl.constexpr, differentiate: gl.constexpr, LOW: gl.constexpr, HIGH: gl.constexpr, D: gl.constexpr,
     W: gl.constexpr,
 ):  # fmt: skip
-    """A block of rows; in its turn the warpgroup multiplies the whole tile of dq."""
+    """A block of rows; in its turn the warpgroup multiplies the whole tile of dq. `held` is half of v, or None."""
     q_full, q_empty, do_full, do_empty, ds_full, dq_full, dq_empty = barriers
     DTYPE: gl.constexpr = q_s.dtype
     layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16])
@@ -412,10 +455,17 @@ def step_by_turns(
     s = warpgroup_mma(k_s.index(W + zero).reshape([64, D]), q.permute((1, 0)), s, use_acc=False, is_async=True)
     mbarrier.wait(do_full.index(slot), phase)
     dp = gl.zeros([64, 64], gl.float32, layout=layout)
-    dp = warpgroup_mma(v_s.index(W + zero).reshape([64, D]), do.permute((1, 0)), dp, use_acc=False, is_async=True)
+    v = v_s.index(W + zero).reshape([64, D])
+    if held is None:
+        dp = warpgroup_mma(v, do.permute((1, 0)), dp, use_acc=False, is_async=True)
+    else:
+        HALF: gl.constexpr = D // 2
+        dp = warpgroup_mma(held, do.slice(0, HALF, dim=1).permute((1, 0)), dp, use_acc=False, is_async=True)
+        v = v.slice(HALF, HALF, dim=1)
+        dp = warpgroup_mma(v, do.slice(HALF, HALF, dim=1).permute((1, 0)), dp, is_async=True)
     drops = drops_of(dropout, where, m, column)
     lse = lse_s.index(slot).load(gl.SliceLayout(0, layout))
-    s = warpgroup_mma_wait(1, deps=[s])
+    s = warpgroup_mma_wait(1 if held is None else 2, deps=[s])
     z, raw = exponents(s, m, column, lse, band, where, given, scale, change, LOW, HIGH)
     p = exp2(z)
     weights = gl.convert_layout(living(halves(p, DTYPE), dropout, drops), p_layout)
@@ -460,13 +510,21 @@ def consume_by_turns(
     dk = gl.zeros([64, D], gl.float32, layout=kv_layout)
     dv = gl.zeros([64, D], gl.float32, layout=kv_layout)
     mbarrier.wait(kv_full, 0)
+    if change is None and drawing is None:
+        # There are registers for half of v, which need not be read from shared memory for every block then.
+        s_layout: gl.constexpr = gl.NVMMADistributedLayout(
+            version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16]
+        )
+        held = v_s.index(W).reshape([64, D]).slice(0, D // 2, dim=1).load(gl.DotOperandLayout(0, s_layout, 2))
+    else:
+        held = None
     m = begin
     member = h * 0
     for i in range((end - begin) * GROUP):
         where = (b.to(gl.int64), (h * GROUP + member).to(gl.int64), q_of[0], k_of[0], q_of[2], k_of[2])
         dk, dv = step_by_turns(
-            i, m, column, dk, dv, band, where, given, drawing, scale, q_s, do_s, k_s, v_s, lse_s, delta_s, ds_s, dq_s,
-            barriers, change, differentiate, LOW, HIGH, D, W,
+            i, m, column, dk, dv, held, band, where, given, drawing, scale, q_s, do_s, k_s, v_s, lse_s, delta_s, ds_s,
+            dq_s, barriers, change, differentiate, LOW, HIGH, D, W,
         )  # fmt: skip
         m, member = next_block(m, member, begin, end)
     store_gradients(
@@ -487,7 +545,8 @@ def wide_kernel(
     cu_q, cu_k, used_q, used_k, low, high, low_aligned, high_aligned, lows, highs,
     scale: gl.float32, plain_scale: gl.float32, given, seed, threshold: gl.int32, kept_scale: gl.float32,
     change: gl.constexpr, differentiate: gl.constexpr, LOW: gl.constexpr, HIGH: gl.constexpr, GROUP: gl.constexpr,
-    DIM: gl.constexpr, DV: gl.constexpr, D: gl.constexpr, ALONE: gl.constexpr, num_warps: gl.constexpr,
+    ORDERED: gl.constexpr, DIM: gl.constexpr, DV: gl.constexpr, D: gl.constexpr, ALONE: gl.constexpr,
+    num_warps: gl.constexpr,
 ):  # fmt: skip
     """dK, dV and sums of dQ, for head dims above 64."""
     DTYPE: gl.constexpr = q_desc.dtype
@@ -516,7 +575,7 @@ def wide_kernel(
         mbarrier.init(ds_full.index(place), count=256)
         mbarrier.init(dq_full.index(place), count=128)
         mbarrier.init(dq_empty.index(place), count=1)
-    number = number_of(order, slots * heads * GROUP * (1 if cu_q is not None else batch), HIGH)
+    number = number_of(order, slots * heads * GROUP * (1 if cu_q is not None else batch), HIGH, ORDERED)
     sizes = (number, batch, heads, length_q, length_k, tiles, section)
     layout = (cu_q, cu_k, used_q, used_k)
     bounds = (low, high, low_aligned, high_aligned, lows, highs)
@@ -536,8 +595,10 @@ def wide_kernel(
                             LOW, HIGH, GROUP, DIM, DV, D, ALONE, 1)),
         (produce, (descriptors, tensors, strides, sizes, layout, bounds, slots, q_s, do_s, k_s, v_s, lse_s, delta_s,
                    (kv_full, q_full, q_empty, do_full, do_empty), GROUP, DIM, DV, D, ALONE)),
-        (add_tiles, (dq_desc, order, sizes, layout, bounds, slots, dq_s, dq_full, dq_empty, HIGH, GROUP, D, 0)),
-        (add_tiles, (dq_desc, order, sizes, layout, bounds, slots, dq_s, dq_full, dq_empty, HIGH, GROUP, D, 1)),
+        (add_tiles, (dq_desc, order, sizes, layout, bounds, slots, dq_s, dq_full, dq_empty, HIGH, ORDERED, GROUP,
+                     D, 0)),
+        (add_tiles, (dq_desc, order, sizes, layout, bounds, slots, dq_s, dq_full, dq_empty, HIGH, ORDERED, GROUP,
+                     D, 1)),
     ], [4, 1, 1, 1], [240, 24, 24, 24])  # fmt: skip
 
 
@@ -672,7 +733,8 @@ def narrow_kernel(
     cu_q, cu_k, used_q, used_k, low, high, low_aligned, high_aligned, lows, highs,
     scale: gl.float32, plain_scale: gl.float32, given, seed, threshold: gl.int32, kept_scale: gl.float32,
     change: gl.constexpr, differentiate: gl.constexpr, LOW: gl.constexpr, HIGH: gl.constexpr, GROUP: gl.constexpr,
-    DIM: gl.constexpr, DV: gl.constexpr, D: gl.constexpr, ALONE: gl.constexpr, num_warps: gl.constexpr,
+    ORDERED: gl.constexpr, DIM: gl.constexpr, DV: gl.constexpr, D: gl.constexpr, ALONE: gl.constexpr,
+    num_warps: gl.constexpr,
 ):  # fmt: skip
     """dK, dV and sums of dQ, for head dims to 64."""
     DTYPE: gl.constexpr = q_desc.dtype
@@ -703,7 +765,7 @@ def narrow_kernel(
         mbarrier.init(ds_empty.index(place), count=128)
         mbarrier.init(dq_full.index(place), count=128)
         mbarrier.init(dq_empty.index(place), count=1)
-    number = number_of(order, slots * heads * GROUP * (1 if cu_q is not None else batch), HIGH)
+    number = number_of(order, slots * heads * GROUP * (1 if cu_q is not None else batch), HIGH, ORDERED)
     sizes = (number, batch, heads, length_q, length_k, tiles, section)
     layout = (cu_q, cu_k, used_q, used_k)
     bounds = (low, high, low_aligned, high_aligned, lows, highs)
@@ -725,8 +787,10 @@ def narrow_kernel(
                            GROUP, D)),
         (produce, (descriptors, tensors, strides, sizes, layout, bounds, slots, q_s, do_s, k_s, v_s, lse_s, delta_s,
                    (kv_full, q_full, q_empty, do_full, do_empty), GROUP, DIM, DV, D, ALONE)),
-        (add_tiles, (dq_desc, order, sizes, layout, bounds, slots, dq_s, dq_full, dq_empty, HIGH, GROUP, D, 0)),
-        (add_tiles, (dq_desc, order, sizes, layout, bounds, slots, dq_s, dq_full, dq_empty, HIGH, GROUP, D, 1)),
+        (add_tiles, (dq_desc, order, sizes, layout, bounds, slots, dq_s, dq_full, dq_empty, HIGH, ORDERED, GROUP,
+                     D, 0)),
+        (add_tiles, (dq_desc, order, sizes, layout, bounds, slots, dq_s, dq_full, dq_empty, HIGH, ORDERED, GROUP,
+                     D, 1)),
     ], [4, 4, 1, 1, 1], [200, 72, 24, 24, 24])  # fmt: skip
 
 
@@ -749,13 +813,13 @@ def block_at(number, heads, slots, length_q, batch, cu_q, used_q):
 @triton.jit(do_not_specialize=["o_b", "o_h", "o_n", "do_b", "do_h", "do_n", "lse_b", "lse_h", "dlse_b", "dlse_h",
                                "dlse_n", "batch", "heads", "length_q", "slots"])  # fmt: skip
 def prepare_kernel(
-    out, grad_out, lse, grad_lse, rows, delta, sums, order,
+    out, grad_out, lse, grad_lse, rows, delta, order,
     o_b: tl.int64, o_h: tl.int64, o_n: tl.int64, do_b: tl.int64, do_h: tl.int64, do_n: tl.int64,
     lse_b: tl.int64, lse_h: tl.int64, dlse_b: tl.int64, dlse_h: tl.int64, dlse_n: tl.int64,
     batch: tl.int32, heads: tl.int32, length_q: tl.int32, slots: tl.int32, cu_q, used_q,
-    D: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr,
+    DV: tl.constexpr, BLOCK_DV: tl.constexpr,
 ):  # fmt: skip
-    """Delta, the LSE in base 2 (infinity for rows that see nothing, or do not exist), zeros for dQ and its order."""
+    """Delta, the LSE in base 2 (infinity for rows that see nothing, or do not exist), and that nobody filled dQ yet."""
     number = tl.program_id(0)
     b, h, first, q_of = block_at(number, heads, slots, length_q, batch, cu_q, used_q)
     token, room, length = q_of
@@ -778,25 +842,23 @@ def prepare_kernel(
     to = number.to(tl.int64) * 64 + tl.arange(0, 64)
     tl.store(rows + to, tl.where(dead, float("inf"), found * 1.4426950408889634))
     tl.store(delta + to, tl.where(dead, 0.0, total))
-    zeros = number.to(tl.int64) * (64 * D) + tl.arange(0, 64 * D)
-    tl.store(sums + zeros, tl.zeros([64 * D], tl.float32))
-    if order is not None:
-        tl.store(order + number, 0)
-        if number == 0:
-            tl.store(order + tl.num_programs(0), 0)
+    tl.store(order + number, 0)
+    if number == 0:
+        tl.store(order + tl.num_programs(0), 0)
 
 
 @triton.jit(do_not_specialize=["dq_b", "dq_h", "dq_n", "batch", "heads", "length_q", "slots"])
 def finish_kernel(
-    sums, grad_query, dq_b: tl.int64, dq_h: tl.int64, dq_n: tl.int64,
+    sums, order, grad_query, dq_b: tl.int64, dq_h: tl.int64, dq_n: tl.int64,
     batch: tl.int32, heads: tl.int32, length_q: tl.int32, slots: tl.int32, cu_q, used_q, scale: tl.float32,
     D: tl.constexpr, DIM: tl.constexpr,
 ):  # fmt: skip
-    """dQ of a block, from sums in the order of registers."""
+    """dQ of a block, from sums in the order of registers; zeros where nobody filled it, since its rows see nothing."""
     number = tl.program_id(0)
     b, h, first, q_of = block_at(number, heads, slots, length_q, batch, cu_q, used_q)
     token, room, length = q_of
-    x = tl.load(sums + number.to(tl.int64) * (64 * D) + tl.arange(0, 64 * D))
+    filled = tl.load(order + number) > 0
+    x = tl.load(sums + number.to(tl.int64) * (64 * D) + tl.arange(0, 64 * D), mask=filled, other=0.0)
     x = tl.permute(tl.reshape(x, [D // 8, 4, 8, 4, 2, 2]), [1, 4, 2, 0, 3, 5])
     x = tl.reshape(x, [64, D]) * scale
     i = first + tl.arange(0, 64)

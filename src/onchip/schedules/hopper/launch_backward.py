@@ -57,14 +57,14 @@ class Prepared:
             inputs: query, grad_out, key, value. results: gradients of query, key and value, yet to be written.
         """
         rows, delta, sums, order = self.workspace.allocate(out.device)
-        self.first(out, inputs[1], lse, grad_lse, rows, delta, sums, order)
+        self.first(out, inputs[1], lse, grad_lse, rows, delta, order)
         descriptors = (
             *(moved(one, tensor) for one, tensor in zip(self.inputs, inputs, strict=True)),
             moved(self.rows, rows), moved(self.rows, delta), moved(self.sums, sums),
             *(moved(one, tensor) for one, tensor in zip(self.results, results[1:], strict=True)),
         )  # fmt: skip
         self.main(*inputs, *results[1:], order, descriptors=descriptors)
-        self.last(sums, results[0])
+        self.last(sums, order, results[0])
 
 
 def prepare(
@@ -101,17 +101,17 @@ def prepare(
     last = (*call.strides(results[0], VECTOR)[:3], *heads, cu_q, used_q, problem.scale)
     constants = {
         "change": call.semantics.change, "differentiate": call.semantics.differentiate, "LOW": call.band.has_low,
-        "HIGH": call.band.has_high, "GROUP": problem.group, "DIM": problem.dim_qk, "DV": problem.dim_v,
-        "D": work.width, "ALONE": not call.packed and problem.key_lengths is None and problem.query_lengths is None,
-        "num_warps": 4,
+        "HIGH": call.band.has_high, "ORDERED": problem.deterministic, "GROUP": problem.group, "DIM": problem.dim_qk,
+        "DV": problem.dim_v, "D": work.width,
+        "ALONE": not call.packed and problem.key_lengths is None and problem.query_lengths is None, "num_warps": 4,
     }  # fmt: skip
     rows = work.blocks * ROWS
-    around = {"D": work.width, "num_warps": 4}
+    before = {"DV": problem.dim_v, "BLOCK_DV": width(problem.dim_v), "num_warps": 4}
     return Prepared(
         work,
-        Launcher(prepare_kernel, work.blocks, first, {**around, "DV": problem.dim_v, "BLOCK_DV": width(problem.dim_v)}),
+        Launcher(prepare_kernel, work.blocks, first, before),
         Launcher(kernel, tiles * sequences * problem.heads_kv, main, constants),
-        Launcher(finish_kernel, work.blocks, last, {**around, "DIM": problem.dim_qk}),
+        Launcher(finish_kernel, work.blocks, last, {"D": work.width, "DIM": problem.dim_qk, "num_warps": 4}),
         tuple(like(tensor) for tensor in inputs),
         _unbound([rows], [1], [ROWS], FLAT, out),
         _unbound([rows * work.width // SUM_COLUMNS, SUM_COLUMNS], [SUM_COLUMNS, 1], [2 * columns, SUM_COLUMNS],

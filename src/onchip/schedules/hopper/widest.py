@@ -38,8 +38,9 @@ from onchip.schedules.hopper.backward import (
     exponents,
     flat,
     halves,
+    is_first,
+    leave,
     living,
-    loaded,
     next_block,
     number_of,
     of_living,
@@ -49,7 +50,7 @@ from onchip.schedules.hopper.backward import (
 )
 from onchip.schedules.hopper.dropout import loaded_dropout
 from onchip.schedules.hopper.forward import VECTOR, arrive
-from onchip.schedules.hopper.names import add_tile, copy_elements, load_tile, reinterpret, store_tile
+from onchip.schedules.hopper.names import copy_elements, load_tile, reinterpret, store_tile
 from onchip.schedules.hopper.special import exp2
 
 PANEL = gl.constexpr(64)
@@ -441,7 +442,8 @@ def consume(
 @gluon.jit
 def add_pieces(
     dq_desc, order, sizes, layout, bounds, slots, dq_s, dq_full, dq_empty,
-    HIGH: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, PIECES: gl.constexpr, TILES: gl.constexpr,
+    HIGH: gl.constexpr, ORDERED: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, PIECES: gl.constexpr,
+    TILES: gl.constexpr,
 ):  # fmt: skip
     """The warp that adds dq, 64 rows and 64 elements at a time."""
     b, h, first, q_of, k_of, band, begin, end = columns_of(sizes, layout, bounds)
@@ -450,19 +452,15 @@ def add_pieces(
     member = h * 0
     for i in range((end - begin) * GROUP):
         block = block_of(b, h * GROUP + member, m, q_of[0], heads, slots, layout[0] is not None)
-        if order is not None:
-            turn = before_us(m, first, k_of[2], band, HIGH)
-            while loaded(order + block) != turn:
-                pass
+        fills = is_first(order, block, before_us(m, first, k_of[2], band, HIGH), ORDERED)
         for piece in range(PIECES):
             number = i * PIECES + piece
             tile = number % TILES
             mbarrier.wait(dq_full.index(tile), (number // TILES) & 1)
-            add_tile(dq_desc, [block * (2 * D) + piece * (2 * PANEL), 0], dq_s.index(tile))
+            leave(dq_desc, block * (2 * D) + piece * (2 * PANEL), dq_s.index(tile), fills)
             tma.store_wait(0)
             mbarrier.arrive(dq_empty.index(tile), count=1)
-        if order is not None:
-            release(order, block)
+        release(order, block, fills, ORDERED)
         m, member = next_block(m, member, begin, end)
 
 
@@ -478,7 +476,8 @@ def widest_kernel(
     cu_q, cu_k, used_q, used_k, low, high, low_aligned, high_aligned, lows, highs,
     scale: gl.float32, plain_scale: gl.float32, given, seed, threshold: gl.int32, kept_scale: gl.float32,
     change: gl.constexpr, differentiate: gl.constexpr, LOW: gl.constexpr, HIGH: gl.constexpr, GROUP: gl.constexpr,
-    DIM: gl.constexpr, DV: gl.constexpr, D: gl.constexpr, ALONE: gl.constexpr, num_warps: gl.constexpr,
+    ORDERED: gl.constexpr, DIM: gl.constexpr, DV: gl.constexpr, D: gl.constexpr, ALONE: gl.constexpr,
+    num_warps: gl.constexpr,
 ):  # fmt: skip
     """dK, dV and sums of dQ, for head dims above 128; D is the width of the sums, descriptors have panels of 64."""
     DTYPE: gl.constexpr = q_desc.dtype
@@ -525,7 +524,7 @@ def widest_kernel(
         mbarrier.init(dq_full.index(place), count=128)
         mbarrier.init(dq_empty.index(place), count=1)
     dropout = (seed, threshold, kept_scale)
-    number = number_of(order, slots * heads * GROUP * (1 if cu_q is not None else batch), HIGH)
+    number = number_of(order, slots * heads * GROUP * (1 if cu_q is not None else batch), HIGH, ORDERED)
     sizes = (number, batch, heads, length_q, length_k, tiles, section)
     layout = (cu_q, cu_k, used_q, used_k)
     bounds = (low, high, low_aligned, high_aligned, lows, highs)
@@ -545,6 +544,6 @@ def widest_kernel(
         (produce, (v_desc, do_desc, delta_desc, value, grad_out, (v_b, v_h, v_n), (do_b, do_h, do_n), sizes, layout,
                    bounds, slots, ring_s, ring_s, delta_s, (v_full, v_empty, do_full, do_empty), GROUP, DV, VALUES,
                    PIECES, PIECES + VALUES, 2 * VALUES, STAGES, SLOTS, ALONE)),
-        (add_pieces, (dq_desc, order, sizes, layout, bounds, slots, dq_s, dq_full, dq_empty, HIGH, GROUP, D, PIECES,
-                      TILES)),
+        (add_pieces, (dq_desc, order, sizes, layout, bounds, slots, dq_s, dq_full, dq_empty, HIGH, ORDERED, GROUP, D,
+                      PIECES, TILES)),
     ], [4, 1, 1, 1], [240, 24, 24, 24])  # fmt: skip

@@ -18,7 +18,7 @@ class Workspace:
         width: elements of a row of dQ.
         slots: blocks of each head of a sequence, or of all sequences if packed.
         blocks: of all heads.
-        order: ints that hold how many programs have added to each block, and how many have started.
+        order: ints that hold who has added to each block, and how many programs have started.
     """
 
     def __init__(self, call: Call) -> None:
@@ -26,16 +26,16 @@ class Workspace:
         self.width = max(width(problem.dim_qk), width(problem.dim_v))
         self.slots = call.count(problem.length_q, 1, ROWS)
         self.blocks = self.slots * problem.heads_q * (1 if call.packed else problem.batch)
-        self.order = self.blocks + 1 if problem.deterministic else 0
+        self.order = self.blocks + 1
 
     @property
     def sizes(self) -> tuple[int, int, int, int]:
-        """4-byte elements: LSE, delta, sums of dQ, and how many programs have added to each block."""
+        """4-byte elements: LSE, delta, sums of dQ, and who has added to each block."""
         rows = self.blocks * ROWS
         return rows, rows, rows * self.width, self.order
 
-    def allocate(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    def allocate(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Those, in one piece of memory."""
         whole = torch.empty(sum(self.sizes), dtype=torch.float32, device=device)
         rows, delta, sums, order = whole.split(self.sizes)
-        return rows, delta, sums.view(-1, SUM_COLUMNS), order.view(torch.int32) if self.order else None
+        return rows, delta, sums.view(-1, SUM_COLUMNS), order.view(torch.int32)
