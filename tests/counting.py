@@ -19,7 +19,7 @@ from triton.runtime.interpreter import InterpreterBuilder
 forward, backward = (importlib.import_module(f"onchip.schedules.triton.{name}") for name in ("forward", "backward"))
 
 NAMES = {"grad_out": "d_out", "grad_query": "d_query", "grad_key": "d_key", "grad_value": "d_value",
-         "order": "lists", "counts": "lists"}  # fmt: skip
+         "row_lse": "lse", "row_delta": "delta", "order": "lists", "counts": "lists"}  # fmt: skip
 COUNTED = {"query", "key", "value", "out", "lse", "delta", "total", *NAMES.values(), "mask", "bias", "slopes"}
 
 
@@ -62,8 +62,9 @@ class Counting:
 
     def _name(self, address):
         for tensor, name in self._ranges:
-            first = tensor.untyped_storage().data_ptr()
-            if name in COUNTED and first <= address < first + tensor.untyped_storage().nbytes():
+            last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+            first = tensor.data_ptr()
+            if name in COUNTED and first <= address < first + (last + 1) * tensor.element_size():
                 return name
         return None
 

@@ -99,8 +99,9 @@ def kernels(problem: Problem, backward: bool, target: str | None) -> list[Kernel
 
 
 def workspace_bytes(problem: Problem, backward: bool) -> int:
-    """The lists of blocks, where a mask is more than a band, and in the backward one number for each row."""
+    """The lists of blocks, where a mask is more than a band, and in the backward LSE and delta of each row."""
     from onchip.schedules.triton.launch import Call
 
-    rows = (1 if problem.layout == "packed" else problem.batch) * problem.heads_q * problem.length_q
-    return Call(problem).workspace_bytes + 4 * rows * backward
+    call = Call(problem)
+    rows = (1 if call.packed else problem.batch) * problem.heads_q * call.padded_rows
+    return call.workspace_bytes + 8 * rows * backward

@@ -3,7 +3,7 @@
     p = exp(s - lse)   dv = p^T do   dp = do v^T   ds = p * (dp - delta)   dq = ds k * scale   dk = ds^T q * scale
     delta = sum(do * out) - dlse
 
-    delta_kernel     one number for each row
+    delta_kernel     delta of each row, and its LSE as weights want it, in rows padded so that tiles need no masks
     keys_kernel      a tile of columns walks over the rows that see it, of every query head of its group
         k, v                        (BK, D), (BK, DV)   stay
         q, do, lse, delta           (BQ, D), ...        pipelined through shared memory
@@ -52,7 +52,7 @@ from onchip.gpu.source import distance
 from onchip.gpu.start import start
 from onchip.lowering import Node
 from onchip.problem import Problem
-from onchip.schedules.triton.launch import Call, are_aligned, conditions
+from onchip.schedules.triton.launch import DELTA_ROWS, Call, are_aligned, conditions
 from onchip.strides import laid_out
 
 DELTA = "delta"
@@ -62,21 +62,27 @@ UNSPECIALIZED = [
     "low", "high", "low_aligned", "high_aligned", "batch", "heads", "length_q", "length_k", "tiles", "threshold",
     "q_b", "q_h", "q_n", "q_d", "k_b", "k_h", "k_n", "k_d", "v_b", "v_h", "v_n", "v_d", "do_b", "do_h", "do_n", "do_d",
     "o_b", "o_h", "o_n", "o_d", "dq_b", "dq_h", "dq_n", "dq_d", "dk_b", "dk_h", "dk_n", "dk_d",
-    "dv_b", "dv_h", "dv_n", "dv_d", "lse_b", "lse_h", "dlse_b", "dlse_h", "dlse_n", "list_b", "list_h", "blocks_k",
+    "dv_b", "dv_h", "dv_n", "dv_d", "lse_b", "lse_h", "row_b", "row_h", "dlse_b", "dlse_h", "dlse_n",
+    "list_b", "list_h", "blocks_k",
     "total_b", "total_h", "total_q", "total_k", "sums_b", "sums_h", "tiles_q", "tiles_k", "rows", "columns",
 ]  # fmt: skip
 
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
 def delta_kernel(
-    out, grad_out, lse, grad_lse, delta,
+    out, grad_out, lse, grad_lse, row_lse, row_delta,
     o_b: tl.int64, o_h: tl.int64, o_n: tl.int64, o_d: tl.int64,
     do_b: tl.int64, do_h: tl.int64, do_n: tl.int64, do_d: tl.int64,
     lse_b: tl.int64, lse_h: tl.int64, dlse_b: tl.int64, dlse_h: tl.int64, dlse_n: tl.int64,
     heads: tl.int32, length_q: tl.int32, tiles: tl.int32,
-    DV: tl.constexpr, BLOCK_DV: tl.constexpr, BQ: tl.constexpr, WIDE: tl.constexpr, VECTOR: tl.constexpr,
+    DV: tl.constexpr, BLOCK_DV: tl.constexpr, BQ: tl.constexpr, BASE2: tl.constexpr, WIDE: tl.constexpr,
+    VECTOR: tl.constexpr,
 ):  # fmt: skip
-    """delta of each row. A row that saw nothing has an output of 0, and what gradient arrives there does not matter."""
+    """delta and LSE of each row, and of those that fill up the last tile.
+
+    A row that saw nothing has an output of 0, and what gradient arrives there does not matter. It has LSE plus infinity
+    here, and so has one that does not exist, so that its weights are 0.
+    """
     program = tl.program_id(0)
     tile = program % tiles
     h = (program // tiles) % heads
@@ -96,8 +102,13 @@ def delta_kernel(
         row = (first + r).to(tl.int64)
         due = grad_lse + b.to(tl.int64) * dlse_b + h.to(tl.int64) * dlse_h + row * dlse_n
         total -= tl.load(due, mask=exists, other=0.0)
-    dead = tl.load(lse + place, mask=exists, other=float("-inf")) == float("-inf")
-    tl.store(delta + place, tl.where(dead, 0.0, total), mask=exists)
+    found = tl.load(lse + place, mask=exists, other=float("-inf"))
+    dead = found == float("-inf")
+    if BASE2:
+        found = found * LOG2E
+    to = program.to(tl.int64) * BQ + r
+    tl.store(row_lse + to, tl.where(dead, float("inf"), found))
+    tl.store(row_delta + to, tl.where(dead, 0.0, total))
 
 
 @triton.jit
@@ -126,11 +137,14 @@ def score_gradient(
         show = visible(i if TURNED else j, begins, ends, BOUNDED)
         if keep is not None:
             show = show & keep(near_i, near_j, where, given)
-        s = tl.where(show, s, float("-inf"))
+        if CAREFUL:
+            s = tl.where(show, s, float("-inf"))
     if change is None:
         p = tl.exp2(s - lse)
     else:
         p = tl.exp2((s - lse) * LOG2E)
+    if MASKED and not CAREFUL:
+        p = tl.where(show, p, 0.0)
     dp = multiply(da, tl.trans(dc), None, PRECISION)
     weight = p
     if seed is not None:
@@ -153,13 +167,21 @@ def score_gradient(
 
 
 @triton.jit
-def load_row_values(lse, delta, position, exists, BASE2: tl.constexpr):
-    """LSE and delta of rows. A row that sees nothing has LSE plus infinity here, so that its weights are 0."""
-    row_lse = tl.load(lse + position, mask=exists, other=float("-inf"))
-    row_lse = tl.where(row_lse == float("-inf"), float("inf"), row_lse)
-    if BASE2:
-        row_lse = row_lse * LOG2E
-    return row_lse, tl.load(delta + position, mask=exists, other=0.0)
+def rows_of(b, head, token, row_b, row_h):
+    """Where the LSE and delta of a head's rows begin, as delta_kernel leaves them; strides count sixteen rows."""
+    return (b.to(tl.int64) * row_b + head.to(tl.int64) * row_h) * 16 + token.to(tl.int64)
+
+
+@triton.jit
+def load_row_values(lse, delta, position, exists, MASKED: tl.constexpr):
+    """LSE and delta of rows; a row that is another sequence's, or does not exist, has no weights if MASKED."""
+    if MASKED:
+        row_lse = tl.load(lse + position, mask=exists, other=float("inf"))
+        row_delta = tl.load(delta + position, mask=exists, other=0.0)
+    else:
+        row_lse = tl.load(lse + position)
+        row_delta = tl.load(delta + position)
+    return row_lse, row_delta
 
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
@@ -171,7 +193,7 @@ def keys_kernel(
     do_b: tl.int64, do_h: tl.int64, do_n: tl.int64, do_d: tl.int64,
     dk_b: tl.int64, dk_h: tl.int64, dk_n: tl.int64, dk_d: tl.int64,
     dv_b: tl.int64, dv_h: tl.int64, dv_n: tl.int64, dv_d: tl.int64,
-    lse_b: tl.int64, lse_h: tl.int64,
+    row_b: tl.int64, row_h: tl.int64,
     batch: tl.int32, heads: tl.int32, length_q: tl.int32, length_k: tl.int32, tiles: tl.int32,
     cu_q, cu_k, used_q, used_k,
     low, high, low_aligned, high_aligned, lows, highs,
@@ -182,10 +204,13 @@ def keys_kernel(
     GROUP: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BQ: tl.constexpr, BK: tl.constexpr,
-    LOW: tl.constexpr, HIGH: tl.constexpr, LISTS: tl.constexpr, CAREFUL: tl.constexpr,
+    LOW: tl.constexpr, HIGH: tl.constexpr, LISTS: tl.constexpr, CAREFUL: tl.constexpr, EVERY: tl.constexpr,
     WIDE: tl.constexpr, VECTOR: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """dK and dV. `heads` counts key heads, `tiles` tiles of columns; scores are the products times `scores`."""
+    """dK and dV. `heads` counts key heads, `tiles` tiles of columns; scores are the products times `scores`.
+
+    EVERY: it is known that every row sees something.
+    """
     program = tl.program_id(0)
     number = program % tiles
     kv_head = (program // tiles) % heads
@@ -234,7 +259,7 @@ def keys_kernel(
         head = (kv_head * GROUP + member).to(tl.int64)
         q_start = start_of(query, b, head, token_q, q_b, q_h, q_n, VECTOR)
         do_start = start_of(grad_out, b, head, token_q, do_b, do_h, do_n, VECTOR)
-        values = sequence * lse_b + head * lse_h + token_q.to(tl.int64)
+        values = rows_of(b, head, token_q, row_b, row_h)
         rows = (q_start, do_start, q_offsets, do_offsets, q_n, do_n, lse + values, delta + values)
         where = (sequence, head, token_q, token_k, length_q, length_k)
         # what needs a mask, before and behind [full_start, full_stop), and then what does not
@@ -256,13 +281,13 @@ def keys_kernel(
         dk, dv = gather(
             dk, dv, k, v, rows, begins, ends, where, first, start, masked, full_start, full_stop - full_start, listed,
             scores, dropout, given, keep, change, differentiate, D, DV, BLOCK_D, BLOCK_DV, BQ, BK, LISTS, True, HIGH,
-            CAREFUL, VECTOR, PRECISION,
+            CAREFUL, EVERY, VECTOR, PRECISION,
         )  # fmt: skip
         if LISTS or keep is None:
             dk, dv = gather(
                 dk, dv, k, v, rows, begins, ends, where, first, full_start, full_stop, full_stop, 0, listed, scores,
                 dropout, given, None, change, differentiate, D, DV, BLOCK_D, BLOCK_DV, BQ, BK, LISTS, False, HIGH,
-                CAREFUL, VECTOR, PRECISION,
+                CAREFUL, EVERY, VECTOR, PRECISION,
             )  # fmt: skip
     dk = tl.where(lives[:, None], dk * scale, 0.0)
     dv = tl.where(lives[:, None], dv * kept_scale, 0.0)
@@ -296,7 +321,7 @@ def gather(
     keep: tl.constexpr, change: tl.constexpr, differentiate: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BQ: tl.constexpr,
     BK: tl.constexpr, LISTS: tl.constexpr, MASKED: tl.constexpr, BOUNDED: tl.constexpr, CAREFUL: tl.constexpr,
-    VECTOR: tl.constexpr, PRECISION: tl.constexpr,
+    EVERY: tl.constexpr, VECTOR: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dK and dV of the columns from `first` on after the rows [begin, end), or after these steps of a list.
 
@@ -314,8 +339,10 @@ def gather(
         exists = position < length_q
         q = load_tile(moved(q_start, row, q_n, VECTOR), q_offsets, exists, MASKED, D, BLOCK_D)
         do = load_tile(moved(do_start, row, do_n, VECTOR), do_offsets, exists, MASKED, DV, BLOCK_DV)
-        row_lse, row_delta = load_row_values(moved(lse, row, 1, 1), moved(delta, row, 1, 1), r, exists, change is None)
-        if MASKED or CAREFUL:
+        row_lse, row_delta = load_row_values(
+            moved(lse, row, 1, 1), moved(delta, row, 1, 1), r, exists, MASKED and not EVERY
+        )  # fmt: skip
+        if (MASKED and not EVERY) or CAREFUL:
             # a row that sees nothing must not give what it holds
             sees = (row_lse < float("inf")) | (row_lse != row_lse)
             q = tl.where(sees[:, None], q, 0.0).to(q.dtype)
@@ -338,7 +365,7 @@ def queries_kernel(
     v_b: tl.int64, v_h: tl.int64, v_n: tl.int64, v_d: tl.int64,
     do_b: tl.int64, do_h: tl.int64, do_n: tl.int64, do_d: tl.int64,
     dq_b: tl.int64, dq_h: tl.int64, dq_n: tl.int64, dq_d: tl.int64,
-    lse_b: tl.int64, lse_h: tl.int64,
+    row_b: tl.int64, row_h: tl.int64,
     batch: tl.int32, heads: tl.int32, length_q: tl.int32, length_k: tl.int32, tiles: tl.int32,
     cu_q, cu_k, used_q, used_k,
     low, high, low_aligned, high_aligned, lows, highs,
@@ -389,9 +416,9 @@ def queries_kernel(
     do_start = start_of(grad_out, b, head, token_q + from_row, do_b, do_h, do_n, VECTOR)
     q = load_tile(q_start, q_offsets, lives, True, D, BLOCK_D)
     do = load_tile(do_start, do_offsets, lives, True, DV, BLOCK_DV)
-    values = sequence * lse_b + head.to(tl.int64) * lse_h + token_q.to(tl.int64)
-    value_rows = within.to(tl.int64) * lse_h + position
-    row_lse, row_delta = load_row_values(lse + values, delta + values, value_rows, lives, change is None)
+    values = rows_of(b, head, token_q, row_b, row_h)
+    value_rows = within.to(tl.int64) * (row_h * 16) + position
+    row_lse, row_delta = load_row_values(lse + values, delta + values, value_rows, lives, True)
     sees = (row_lse < float("inf")) | (row_lse != row_lse)
     do = tl.where(sees[:, None], do, 0.0).to(do.dtype)
     columns = tl.arange(0, BK)
@@ -470,7 +497,7 @@ def gradient_kernel(
     v_b: tl.int64, v_h: tl.int64, v_n: tl.int64, v_d: tl.int64,
     do_b: tl.int64, do_h: tl.int64, do_n: tl.int64, do_d: tl.int64,
     total_b: tl.int64, total_h: tl.int64, total_q: tl.int64, total_k: tl.int64,
-    lse_b: tl.int64, lse_h: tl.int64,
+    row_b: tl.int64, row_h: tl.int64,
     batch: tl.int32, heads: tl.int32, length_q: tl.int32, length_k: tl.int32,
     sums_b: tl.int32, sums_h: tl.int32, tiles_q: tl.int32, tiles_k: tl.int32, rows: tl.int32, columns: tl.int32,
     cu_q, cu_k, used_q, used_k,
@@ -515,7 +542,7 @@ def gradient_kernel(
         for step_h in range(0, sums_h):
             head = (first_h + step_h).to(tl.int64)
             where = (sequence, head, token_q, token_k, count_q, count_k)
-            values = sequence * lse_b + head * lse_h + token_q.to(tl.int64)
+            values = rows_of(b, head, token_q, row_b, row_h)
             for row in range(begin_q, end_q, BQ):
                 position = row + r
                 lives = position < count_q
@@ -523,7 +550,7 @@ def gradient_kernel(
                 do_start = start_of(grad_out, b, head, token_q + row, do_b, do_h, do_n, VECTOR)
                 q = load_tile(q_start, q_offsets, lives, True, D, BLOCK_D)
                 do = load_tile(do_start, do_offsets, lives, True, DV, BLOCK_DV)
-                row_lse, row_delta = load_row_values(lse + values, delta + values, position, lives, change is None)
+                row_lse, row_delta = load_row_values(lse + values, delta + values, position, lives, True)
                 sees = (row_lse < float("inf")) | (row_lse != row_lse)
                 do = tl.where(sees[:, None], do, 0.0).to(do.dtype)
                 last = tl.minimum(row + BQ, count_q) - 1
@@ -592,11 +619,13 @@ class _Launches:
 
     Attributes:
         changes: whether query, key or value has to be copied before it is read. copies: whether grad_out has to be.
+        rows: the shape of what delta_kernel makes.
         found: each launch from when it is first needed, by kernel and by which gradients it writes.
     """
 
     changes: bool
     copies: bool
+    rows: tuple[int, int]
     found: dict[Any, Launcher] = field(default_factory=dict)
 
     @staticmethod
@@ -606,7 +635,8 @@ class _Launches:
         changes = any(one is not other for one, other in zip(read, inputs, strict=True))
         # an expanded gradient, as sums give it, would slow every load of it: a copy is read many times
         copies = call.vector(grad_out) == 1 and (call.vector(*read, out) > 1 or grad_out.dtype == torch.float32)
-        return _Launches(changes, copies)
+        places = call.problem.heads_q * (1 if call.packed else call.problem.batch)
+        return _Launches(changes, copies, (2, places * call.padded_rows))
 
 
 _LAUNCHES: PerProblem[_Launches] = PerProblem()
@@ -645,7 +675,7 @@ class _Backward:
             grad_out = torch.empty_like(out).copy_(grad_out)
         self._inputs = (*inputs, grad_out)
         self._lse = lse.contiguous()
-        self._delta = torch.empty_like(self._lse)
+        self._row_lse, self._row_delta = torch.empty(launches.rows, dtype=torch.float32, device=lse.device)
         self._sum_rows(out, grad_lse)
 
     @cached_property
@@ -657,7 +687,7 @@ class _Backward:
         launcher = self._found.get(DELTA)
         if launcher is None or launcher.kernel is not delta_kernel:
             launcher = self._found[DELTA] = _sums_rows(self._call, out, self._inputs[3], grad_lse)
-        launcher(out, self._inputs[3], self._lse, grad_lse, self._delta)
+        launcher(out, self._inputs[3], self._lse, grad_lse, self._row_lse, self._row_delta)
 
     def gradients(self, tensors: Sequence[Tensor], needs: Sequence[bool]) -> list[Tensor | None]:
         grad_query, grad_key, grad_value = (
@@ -680,19 +710,20 @@ class _Backward:
         launcher = self._found.get(place)
         if launcher is None or launcher.kernel is not keys_kernel:
             launcher = self._found[place] = _of_keys(self._call, self._inputs, grad_key, grad_value)
-        launcher(*self._inputs, self._lse, self._delta, grad_key, grad_value)
+        launcher(*self._inputs, self._row_lse, self._row_delta, grad_key, grad_value)
 
     def _of_queries(self, grad_query: Tensor) -> None:
         launcher = self._found.get(QUERIES)
         if launcher is None or launcher.kernel is not queries_kernel:
             launcher = self._found[QUERIES] = _of_queries(self._call, self._inputs, grad_query)
-        launcher(*self._inputs, self._lse, self._delta, grad_query)
+        launcher(*self._inputs, self._row_lse, self._row_delta, grad_query)
 
     def _of_sink(self, logits: Tensor) -> Tensor:
         """A sink is one more key whose value is 0: its weight is exp(sink - lse), its gradient -weight * delta."""
         shape = (-1, 1) if self._call.packed else (1, -1, 1)
         lse = self._lse.masked_fill(self._lse == float("-inf"), float("inf"))
-        found = -(torch.exp(logits.float().reshape(shape) - lse) * self._delta)
+        delta = self._row_delta.reshape(*lse.shape[:-1], -1)[..., : lse.shape[-1]]
+        found = -(torch.exp(logits.float().reshape(shape) - lse) * delta)
         return found.sum(-1) if self._call.packed else found.sum((0, 2))
 
     def _of_step(self, node: Node, tensor: Tensor) -> Tensor:
@@ -728,8 +759,8 @@ class _Backward:
         if programs == 0:
             return
         start(gradient_kernel, programs)(
-            *self._inputs, self._lse, self._delta, total, *call.all_strides(vector, *self._inputs), *total.stride(),
-            *call.lse_strides, problem.batch, problem.heads_q, problem.length_q, problem.length_k,
+            *self._inputs, self._row_lse, self._row_delta, total, *call.all_strides(vector, *self._inputs),
+            *total.stride(), *call.row_strides, problem.batch, problem.heads_q, problem.length_q, problem.length_k,
             sums_b, sums_h, tiles_q, tiles_k, rows, columns, *call.layout, *call.band.arguments,
             call.scale, *call.dropout, call.given(call.semantics.reads), call.given(reads),
             keep=call.semantics.keep, change=call.semantics.change, weigh=weigh, ROWS=rows > 1, COLUMNS=columns > 1,
@@ -741,8 +772,8 @@ class _Backward:
 
 
 def _sums_rows(call: Call, out: Tensor, grad_out: Tensor, grad_lse: Tensor | None) -> Launcher:
-    problem, rows, vector = call.problem, 64, call.vector(out, grad_out)
-    tiles = -(-problem.length_q // rows)
+    problem, vector = call.problem, call.vector(out, grad_out)
+    tiles = call.padded_rows // DELTA_ROWS
     strides: tuple[int, ...] = (0, 0, 0)
     if grad_lse is not None:
         strides = (0, *grad_lse.stride()) if call.packed else grad_lse.stride()
@@ -750,8 +781,8 @@ def _sums_rows(call: Call, out: Tensor, grad_out: Tensor, grad_lse: Tensor | Non
         *call.all_strides(vector, out, grad_out), *call.lse_strides, *strides, problem.heads_q, problem.length_q, tiles,
     )  # fmt: skip
     constants = {
-        "DV": problem.dim_v, "BLOCK_DV": call.block_dv, "BQ": rows, "WIDE": call.wide(out, grad_out),
-        "VECTOR": vector, "num_warps": 4,
+        "DV": problem.dim_v, "BLOCK_DV": call.block_dv, "BQ": DELTA_ROWS,
+        "BASE2": call.semantics.change is None, "WIDE": call.wide(out, grad_out), "VECTOR": vector, "num_warps": 4,
     }  # fmt: skip
     programs = tiles * problem.heads_q * (1 if call.packed else problem.batch)
     return Launcher(delta_kernel, programs, rest, constants)
@@ -762,14 +793,14 @@ def _of_keys(call: Call, inputs: tuple[Tensor, ...], grad_key: Tensor | None, gr
     given = [tensor for tensor in (*inputs, grad_key, grad_value) if tensor is not None]
     tiles, vector = call.count(problem.length_k, 1, tile.columns), call.vector(*given)
     rest = (
-        *call.all_strides(vector, *inputs, grad_key, grad_value), *call.lse_strides,
+        *call.all_strides(vector, *inputs, grad_key, grad_value), *call.row_strides,
         problem.batch, problem.heads_kv, problem.length_q, problem.length_k, tiles, *call.layout,
         *call.band.arguments, *call.lists_for(KEYS), problem.scale, call.scale, *call.dropout,
         call.given(call.semantics.reads),
     )  # fmt: skip
     constants = {
         "keep": call.semantics.keep, "change": call.semantics.change, "differentiate": call.semantics.differentiate,
-        "WIDE": call.wide(*given), "VECTOR": vector,
+        "EVERY": call.sees_every_row, "WIDE": call.wide(*given), "VECTOR": vector,
     }  # fmt: skip
     programs = tiles * problem.heads_kv * (1 if call.packed else problem.batch)
     return Launcher(keys_kernel, programs, rest, constants | call.constants(tile))
@@ -780,7 +811,7 @@ def _of_queries(call: Call, inputs: tuple[Tensor, ...], grad_query: Tensor) -> L
     vector = call.vector(*tensors)
     tiles, heads = call.count(problem.length_q, call.pack, tile.rows), problem.heads_q // call.pack
     rest = (
-        *call.all_strides(vector, *tensors), *call.lse_strides, problem.batch, heads, problem.length_q,
+        *call.all_strides(vector, *tensors), *call.row_strides, problem.batch, heads, problem.length_q,
         problem.length_k, tiles, *call.layout, *call.band.arguments, *call.lists_for(QUERIES), problem.scale,
         call.scale, *call.dropout, call.given(call.semantics.reads),
     )  # fmt: skip

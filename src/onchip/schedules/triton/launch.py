@@ -16,6 +16,7 @@ from onchip.gpu.launcher import ALIGNED
 from onchip.gpu.walk import BLOCK, Axis, ListVisits, Walk
 from onchip.normal_form import Tiles
 from onchip.problem import Problem
+from onchip.schedules.triton.limits import SIZES
 from onchip.schedules.triton.tiles import FEW, Tile
 from onchip.schedules.triton.tuned import Choice, choose, generation
 from onchip.states import EMPTY, PARTIAL
@@ -40,6 +41,8 @@ class Lists:
 
 
 NO_LISTS = (None, None, 0, 0, 0)
+DELTA_ROWS = 64
+"""Rows of a program of delta_kernel."""
 
 
 class Call(gpu.Call):
@@ -97,9 +100,30 @@ class Call(gpu.Call):
         return self._states.numel() * (1 + 1 + 8 + 8 + 4) if self.lists else 0
 
     @property
+    def padded_rows(self) -> int:
+        """Rows of a head as delta_kernel leaves them: whole tiles, wherever the last sequence begins."""
+        return -(-self.problem.length_q // max(SIZES)) * max(SIZES) + max(SIZES) * self.packed
+
+    @property
+    def row_strides(self) -> tuple[int, int]:
+        """Of a sequence and a head, in sixteens of those rows."""
+        stride = self.padded_rows // 16
+        return (0 if self.packed else self.problem.heads_q * stride), stride
+
+    @property
     def careful(self) -> bool:
         """Whether keys that no row sees may stand inside a tile: not under a band alone, whose edges tiles show."""
         return self.semantics.keep is not None or self.semantics.hides
+
+    @property
+    def sees_every_row(self) -> bool:
+        """Whether shapes alone say that every row sees a key, and so may hold nothing that is not to be read."""
+        problem, low, high = self.problem, self.band.low, self.band.high
+        if problem.layout != "dense" or self.careful or self.band.lows is not None or self.band.highs is not None:
+            return False
+        last = problem.length_k - 1
+        meets = low is None or (low + problem.length_q - 1 <= last and (high is None or low <= high))
+        return last >= 0 and meets and (high is None or high >= 0)
 
     def kind(self, kernel: str) -> str:
         if self.pack > 1 and kernel in (FORWARD, QUERIES):

@@ -12,8 +12,6 @@ from onchip.scores import Alibi, Bias
 from onchip.tile import per_head, rank4
 
 DELTA = "delta"
-DELTA_ROWS = 64
-"""Rows of a program of delta_kernel."""
 
 
 def kernels(problem: Problem, backward: bool, target: str | None) -> list[Kernel]:
@@ -40,7 +38,9 @@ def _delta(call: Call, rows: int) -> Kernel:
     """Also rows that do not exist, so that nothing need be known of lengths."""
     problem = call.problem
     size = rows * problem.dim_v * problem.dtype.itemsize
-    traffic = Traffic({"out": size, "d_out": size, "lse": 4 * rows}, {"delta": 4 * rows})
+    padded = rows // problem.length_q * call.padded_rows
+    stores = {"lse": 4 * padded, "delta": 4 * padded}
+    traffic = Traffic({"out": size, "d_out": size, "lse": 4 * rows}, stores)
     return Kernel(name=DELTA, requested=traffic, compulsory=traffic, precision="float32")
 
 
