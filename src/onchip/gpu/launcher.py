@@ -1,9 +1,10 @@
-"""Launches of one kernel again and again, without what Triton does for the first one."""
+"""Launches of kernels again and again, without what Triton does for the first one."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any, Generic, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -44,15 +45,10 @@ class Launcher:
             tensors: dtypes, and which are None, must be those of the first launch.
             descriptors: arguments before the tensors.
         """
-        addresses, together = [], 0
-        for tensor in tensors:
-            address = None if tensor is None else tensor.data_ptr()
-            addresses.append(address)
-            together |= address or 0
-        found, aligned = self._found, together % ALIGNED == 0
-        if found is not None and aligned and found.settings == _settings() and self._is_unobserved():
-            stream = driver.active.get_current_stream(found.device)
-            found.run(self._programs, 1, 1, stream, *found.head, *descriptors, *addresses, *found.tail)
+        addresses, aligned = _addresses(tensors)
+        found = self._found
+        if found is not None and aligned and found.settings == _settings() and _is_unobserved(self.kernel):
+            found.launch(driver.active.get_current_stream(found.device), (*descriptors, *addresses))
             return
         compiled = start(self.kernel, self._programs)(*descriptors, *tensors, *self._rest, **self._constants)
         if aligned and isinstance(compiled, CompiledKernel):
@@ -61,15 +57,56 @@ class Launcher:
             # no metadata, and no hooks that would want it
             head = compiled.function, compiled.packed_metadata, None, None, None
             device = driver.active.get_current_device()
-            self._found = _Found(compiled, compiled.run, device, head, tail, _settings())
+            self._found = _Found(compiled, compiled.run, self._programs, device, head, tail, _settings())
 
-    def _is_unobserved(self) -> bool:
-        """Whether nobody wants to see launches or compilations."""
-        runtime = knobs.runtime
-        enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
-        # a hook may also stand there without a chain
-        hooks = self.kernel.pre_run_hooks or getattr(enter, "calls", enter) or getattr(leave, "calls", leave)
-        return not hooks and not runtime.add_stages_inspection_hook and not is_held()
+    @property
+    def found(self) -> _Found | None:
+        """What later launches repeat, as soon as there is such a thing."""
+        return self._found
+
+
+class Series:
+    """Launches one behind the other, over tensors of one list: what they share is asked for once.
+
+    Args:
+        launches: a launcher each, and the places in the list, two at least, of the tensors that it takes.
+    """
+
+    def __init__(self, *launches: tuple[Launcher, tuple[int, ...]]) -> None:
+        self._launches = launches
+        self.kernels = tuple(launcher.kernel for launcher, _ in launches)
+        self._found: tuple[tuple[_Found, Callable[[Any], tuple[Any, ...]]], ...] = ()
+
+    def __call__(self, *tensors: Tensor | None) -> None:
+        """Launch all of them, as each launcher would."""
+        addresses, aligned = _addresses(tensors)
+        found = self._found
+        if found and aligned and found[0][0].settings == _settings() and _is_unobserved(*self.kernels):
+            stream = driver.active.get_current_stream(found[0][0].device)
+            for one, pick in found:
+                one.launch(stream, pick(addresses))
+            return
+        self._found, every = (), []
+        for launcher, places in self._launches:
+            launcher(*(tensors[place] for place in places))
+            if launcher.found is not None:
+                every.append((launcher.found, itemgetter(*places)))
+        if len(every) == len(self._launches) and len({one.settings for one, _ in every}) == 1:
+            self._found = tuple(every)
+
+
+def _addresses(tensors: Sequence[Tensor | None]) -> tuple[list[int | None], bool]:
+    """Where tensors start, and whether all of them start at multiples of ALIGNED."""
+    addresses: list[int | None] = []
+    together = 0
+    for tensor in tensors:
+        if tensor is None:
+            addresses.append(None)
+        else:
+            address = tensor.data_ptr()
+            addresses.append(address)
+            together |= address
+    return addresses, together % ALIGNED == 0
 
 
 @dataclass(frozen=True)
@@ -82,15 +119,33 @@ class _Found:
 
     kernel: CompiledKernel
     run: Callable[..., Any]
+    programs: int
     device: int
     head: tuple[Any, ...]
     tail: tuple[Any, ...]
     settings: tuple[bool, str]
 
+    def launch(self, stream: int, first: Sequence[Any]) -> None:
+        """Launch with these for the first arguments: descriptors and addresses."""
+        self.run(self.programs, 1, 1, stream, *self.head, *first, *self.tail)
+
 
 def _settings() -> tuple[bool, str]:
     """What Triton looks kernels up by beside arguments and constants."""
     return knobs.runtime.debug, knobs.compilation.instrumentation_mode
+
+
+def _is_unobserved(*kernels: Any) -> bool:
+    """Whether nobody wants to see launches or compilations of these."""
+    runtime = knobs.runtime
+    enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
+    # a hook may also stand there without a chain
+    if getattr(enter, "calls", enter) or getattr(leave, "calls", leave) or runtime.add_stages_inspection_hook:
+        return False
+    for kernel in kernels:
+        if kernel.pre_run_hooks:
+            return False
+    return not is_held()
 
 
 class PerProblem(Generic[Kept]):

@@ -17,8 +17,7 @@ Source: Dao 2023, FlashAttention-2, algorithm 2; dlse enters like a negative del
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -28,7 +27,7 @@ from torch import Tensor
 
 from onchip.gpu import GRADIENT, KEYS, QUERIES
 from onchip.gpu.call import on_device
-from onchip.gpu.launcher import Launcher, PerProblem
+from onchip.gpu.launcher import Launcher, PerProblem, Series
 from onchip.gpu.parts import (
     LOG2E,
     alive,
@@ -54,9 +53,6 @@ from onchip.lowering import Node
 from onchip.problem import Problem
 from onchip.schedules.triton.launch import DELTA_ROWS, Call, are_aligned, conditions
 from onchip.strides import laid_out
-
-DELTA = "delta"
-"""The kernel of the rows' deltas, beside those of onchip.gpu."""
 
 UNSPECIALIZED = [
     "low", "high", "low_aligned", "high_aligned", "batch", "heads", "length_q", "length_k", "tiles", "threshold",
@@ -609,114 +605,112 @@ def backward(
         return [torch.zeros_like(tensor) if need else None for tensor, need in every]
     if grad_out is None:
         grad_out = torch.zeros_like(out)
+    lse = lse.contiguous()
+    need_query, need_key, need_value, *need_tensors = needs
+    facts = (
+        query.stride(), key.stride(), value.stride(), grad_out.stride(), out.stride(),
+        None if grad_lse is None else grad_lse.stride(), need_query, need_key, need_value, *conditions(problem),
+    )  # fmt: skip
+    known = _PREPARED.of(problem)
+    prepared = known.get(facts)
     with on_device(query.device):
-        return _Backward(problem, grad_out, grad_lse, query, key, value, out, lse).gradients(tensors, needs)
+        if (
+            prepared is None
+            or prepared.series.kernels[0] is not delta_kernel
+            or not are_aligned(query, key, value, grad_out, out)
+        ):
+            inputs = query, key, value
+            prepared = _Prepared.of(Call(problem), inputs, grad_out, grad_lse, out, (need_query, need_key, need_value))
+            if are_aligned(*inputs, grad_out, out):
+                known[facts] = prepared
+        if prepared.changes:
+            query, key, value = Call(problem).readable(query, key, value)
+        if prepared.copies:
+            grad_out = torch.empty_like(out).copy_(grad_out)
+        row_lse = torch.empty(prepared.rows, dtype=torch.float32, device=query.device)
+        row_delta = torch.empty_like(row_lse)
+        grad_query = torch.empty_like(query) if need_query else None
+        grad_key = torch.empty_like(key) if need_key else None
+        grad_value = torch.empty_like(value) if need_value else None
+        prepared.series(
+            query, key, value, grad_out, lse, row_lse, row_delta, out, grad_lse, grad_query, grad_key, grad_value
+        )
+        gradients: list[Tensor | None] = [grad_query, grad_key, grad_value]
+        if any(need_tensors):
+            walked = _Backward(Call(problem), (query, key, value, grad_out), lse, row_lse, row_delta)
+            gradients += walked.gradients(tensors, need_tensors)
+    return gradients
 
 
 @dataclass(frozen=True, eq=False)
-class _Launches:
-    """What backwards of one problem launch whose tensors have certain strides.
+class _Prepared:
+    """What backwards of one problem do for gradients of query, key and value, whose tensors have certain strides.
 
     Attributes:
         changes: whether query, key or value has to be copied before it is read. copies: whether grad_out has to be.
-        rows: the shape of what delta_kernel makes.
-        found: each launch from when it is first needed, by kernel and by which gradients it writes.
+        rows: how many numbers of each kind delta_kernel makes.
+        series: the launches, over (query, key, value, grad_out, lse, row_lse, row_delta, out, grad_lse, grad_query,
+            grad_key, grad_value).
     """
 
     changes: bool
     copies: bool
-    rows: tuple[int, int]
-    found: dict[Any, Launcher] = field(default_factory=dict)
+    rows: int
+    series: Series
 
     @staticmethod
-    def of(call: Call, grad_out: Tensor, out: Tensor, *inputs: Tensor) -> "_Launches":
-        """None yet, for tensors with the strides of these, which are aligned alike."""
+    def of(
+        call: Call,
+        inputs: tuple[Tensor, ...],
+        grad_out: Tensor,
+        grad_lse: Tensor | None,
+        out: Tensor,
+        needs: tuple[bool, bool, bool],
+    ) -> "_Prepared":
+        """For tensors with the strides of these, which are aligned alike."""
         read = call.readable(*inputs)
         changes = any(one is not other for one, other in zip(read, inputs, strict=True))
         # an expanded gradient, as sums give it, would slow every load of it: a copy is read many times
         copies = call.vector(grad_out) == 1 and (call.vector(*read, out) > 1 or grad_out.dtype == torch.float32)
+        if copies:
+            grad_out = torch.empty_like(out)
+        given = *read, grad_out
+        grad_query, grad_key, grad_value = (
+            torch.empty_like(tensor) if need else None for tensor, need in zip(read, needs, strict=True)
+        )
+        launches = [(_sums_rows(call, out, grad_out, grad_lse), (7, 3, 4, 8, 5, 6))]
+        if grad_key is not None or grad_value is not None:
+            launches.append((_of_keys(call, given, grad_key, grad_value), (0, 1, 2, 3, 5, 6, 10, 11)))
+        if grad_query is not None:
+            launches.append((_of_queries(call, given, grad_query), (0, 1, 2, 3, 5, 6, 9)))
         places = call.problem.heads_q * (1 if call.packed else call.problem.batch)
-        return _Launches(changes, copies, (2, places * call.padded_rows))
+        return _Prepared(changes, copies, places * call.padded_rows, Series(*launches))
 
 
-_LAUNCHES: PerProblem[_Launches] = PerProblem()
+_PREPARED: PerProblem[_Prepared] = PerProblem()
 
 
 class _Backward:
-    """One backward: what its kernels share."""
+    """Gradients of what scores read, once each row has its delta.
 
-    def __init__(
-        self,
-        problem: Problem,
-        grad_out: Tensor,
-        grad_lse: Tensor | None,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        out: Tensor,
-        lse: Tensor,
-    ) -> None:
-        self._problem = problem
-        inputs: tuple[Tensor, ...] = (query, key, value)
-        given = (*inputs, grad_out, out)
-        facts = (
-            *[tensor.stride() for tensor in given],
-            None if grad_lse is None else grad_lse.stride(),
-            *conditions(problem),
-        )
-        known = _LAUNCHES.of(problem) if are_aligned(*given) else {}
-        launches = known.get(facts)
-        if launches is None:
-            launches = known[facts] = _Launches.of(self._call, grad_out, out, *inputs)
-        self._found = launches.found
-        if launches.changes:
-            inputs = self._call.readable(*inputs)
-        if launches.copies:
-            grad_out = torch.empty_like(out).copy_(grad_out)
-        self._inputs = (*inputs, grad_out)
-        self._lse = lse.contiguous()
-        self._row_lse, self._row_delta = torch.empty(launches.rows, dtype=torch.float32, device=lse.device)
-        self._sum_rows(out, grad_lse)
+    Args:
+        inputs: query, key, value and the gradient of out, as kernels read them.
+    """
 
-    @cached_property
-    def _call(self) -> Call:
-        # nothing that is kept may hold it, since it holds the problem
-        return Call(self._problem)
-
-    def _sum_rows(self, out: Tensor, grad_lse: Tensor | None) -> None:
-        launcher = self._found.get(DELTA)
-        if launcher is None or launcher.kernel is not delta_kernel:
-            launcher = self._found[DELTA] = _sums_rows(self._call, out, self._inputs[3], grad_lse)
-        launcher(out, self._inputs[3], self._lse, grad_lse, self._row_lse, self._row_delta)
+    def __init__(self, call: Call, inputs: tuple[Tensor, ...], lse: Tensor, row_lse: Tensor, row_delta: Tensor) -> None:
+        self._problem, self._call, self._inputs, self._lse = call.problem, call, inputs, lse
+        self._row_lse, self._row_delta = row_lse, row_delta
 
     def gradients(self, tensors: Sequence[Tensor], needs: Sequence[bool]) -> list[Tensor | None]:
-        grad_query, grad_key, grad_value = (
-            torch.empty_like(tensor) if need else None for tensor, need in zip(self._inputs[:3], needs[:3], strict=True)
-        )
-        gradients: list[Tensor | None] = [grad_query, grad_key, grad_value, *[None] * len(tensors)]
-        if grad_key is not None or grad_value is not None:
-            self._of_keys(grad_key, grad_value)
-        if grad_query is not None:
-            self._of_queries(grad_query)
-        for node in self._call.score_nodes if any(needs[3:]) else ():
-            place = 3 + node[1]
-            if node[0] != "softcap" and needs[place]:
-                found = self._of_sink(tensors[node[1]]) if node[0] == "sink" else self._of_step(node, tensors[node[1]])
-                gradients[place] = laid_out(found, tensors[node[1]])
+        """Of each of `tensors`, None where not needed."""
+        gradients: list[Tensor | None] = [None] * len(tensors)
+        for node in self._call.score_nodes:
+            if node[0] == "softcap" or not needs[node[1]]:
+                continue
+            tensor = tensors[node[1]]
+            found = self._of_sink(tensor) if node[0] == "sink" else self._of_step(node, tensor)
+            gradients[node[1]] = laid_out(found, tensor)
         return gradients
-
-    def _of_keys(self, grad_key: Tensor | None, grad_value: Tensor | None) -> None:
-        place = KEYS, grad_key is None, grad_value is None
-        launcher = self._found.get(place)
-        if launcher is None or launcher.kernel is not keys_kernel:
-            launcher = self._found[place] = _of_keys(self._call, self._inputs, grad_key, grad_value)
-        launcher(*self._inputs, self._row_lse, self._row_delta, grad_key, grad_value)
-
-    def _of_queries(self, grad_query: Tensor) -> None:
-        launcher = self._found.get(QUERIES)
-        if launcher is None or launcher.kernel is not queries_kernel:
-            launcher = self._found[QUERIES] = _of_queries(self._call, self._inputs, grad_query)
-        launcher(*self._inputs, self._row_lse, self._row_delta, grad_query)
 
     def _of_sink(self, logits: Tensor) -> Tensor:
         """A sink is one more key whose value is 0: its weight is exp(sink - lse), its gradient -weight * delta."""
