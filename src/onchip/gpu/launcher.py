@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from copy import copy
 from dataclasses import dataclass
 from operator import itemgetter
 from typing import Any, Generic, TypeVar
@@ -56,8 +57,9 @@ class Launcher:
             tail = (*self._rest, *(self._constants[name] for name in names))
             # no metadata, and no hooks that would want it
             head = compiled.function, compiled.packed_metadata, None, None, None
+            run, head = _innermost(compiled.run, head, len(addresses) + len(descriptors), tail)
             device = driver.active.get_current_device()
-            self._found = _Found(compiled, compiled.run, self._programs, device, head, tail, _settings())
+            self._found = _Found(compiled, run, self._programs, device, head, tail, _settings())
 
     @property
     def found(self) -> _Found | None:
@@ -128,6 +130,30 @@ class _Found:
     def launch(self, stream: int, first: Sequence[Any]) -> None:
         """Launch with these for the first arguments: descriptors and addresses."""
         self.run(self.programs, 1, 1, stream, *self.head, *first, *self.tail)
+
+
+def _innermost(
+    run: Callable[..., Any], head: tuple[Any, ...], count: int, tail: tuple[Any, ...]
+) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """The function in C that Triton's function for a kernel calls, and what it passes to it before the arguments.
+
+    Between the two there is Python that allocates scratch memory, and takes a quarter of a launch where a kernel needs
+    none. What it passes on is seen when it launches marks, `count` of them before `tail`, on a function that only keeps
+    them. Where it passes on anything else than grid, stream, a head, and these, `run` and `head` remain.
+    """
+    launch, sizes = getattr(run, "launch", None), ("global_scratch_size", "profile_scratch_size")
+    if launch is None or any(getattr(run, size, None) != 0 for size in sizes):
+        return run, head
+    passed: list[tuple[Any, ...]] = []
+    probe: Any = copy(run)
+    probe.launch = lambda *given: passed.append(given)
+    before, behind = (1, 1, 1, object()), (*(object() for _ in range(count)), *tail)
+    probe(*before, *head, *behind)
+    (given,) = passed
+    place = len(given) - len(behind)
+    if place < 4 or not all(one is other for one, other in zip(given, (*before, *given[4:place], *behind), strict=True)):
+        return run, head
+    return launch, given[4:place]
 
 
 def _settings() -> tuple[bool, str]:
