@@ -257,6 +257,12 @@ class _Direct(torch.autograd.Function):
         return (*gradients[:3], None, None, *gradients[3:])
 
 
+# What Function.apply comes to where no transform of torch.func is active, which `is_observed` has found out: it asks
+# again, and for more, in Python.
+_apply_directly: Any = super(torch.autograd.Function, _Direct).apply
+_alive = torch._C._functorch.unwrap_if_dead
+
+
 class _AttentionBackward(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -468,7 +474,7 @@ def run_directly(
     ):
         # a named schedule that has no backward says so now
         assert ready.backward
-        return _Direct.apply(query, key, value, ready, rest, *tensors)
+        return _apply_directly(*(map(_alive, (query, key, value))), ready, rest, *map(_alive, tensors))
     with torch._C._AutoDispatchBelowADInplaceOrView():
         return _compute(ready, query, key, value, saves=False)
 

@@ -67,24 +67,38 @@ def on_device(device: torch.device) -> AbstractContextManager[Any]:
     return torch.cuda.device(device)
 
 
+@dataclass(frozen=True, slots=True)
+class Results:
+    """Shape and strides of out, in the stride order of the query, and of the LSE."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    rows: tuple[int, ...]
+    row_strides: tuple[int, ...]
+
+    @staticmethod
+    def of(problem: Problem, query: Tensor) -> Results:
+        """Those of a problem, for queries with the strides of this one."""
+        return _results(query.shape, query.stride(), problem.dim_v, problem.layout == "packed")
+
+    def empty(self, query: Tensor) -> tuple[Tensor, Tensor]:
+        """Out in the query's dtype, and LSE, both on its device and yet to be written."""
+        device = query.device
+        out = torch.empty_strided(self.shape, self.strides, dtype=query.dtype, device=device)
+        return out, torch.empty_strided(self.rows, self.row_strides, dtype=torch.float32, device=device)
+
+
 def empty_results(problem: Problem, query: Tensor) -> tuple[Tensor, Tensor]:
-    """Out, in the stride order of the query, and LSE, both yet to be written."""
-    device = query.device
-    packed = problem.layout == "packed"
-    shape, strides, rows, row_strides = _result_layout(query.shape, query.stride(), problem.dim_v, packed)
-    out = torch.empty_strided(shape, strides, dtype=query.dtype, device=device)
-    return out, torch.empty_strided(rows, row_strides, dtype=torch.float32, device=device)
+    """Out and LSE, yet to be written."""
+    return Results.of(problem, query).empty(query)
 
 
 @lru_cache(maxsize=1024)
-def _result_layout(
-    shape: tuple[int, ...], strides: tuple[int, ...], dim_v: int, packed: bool
-) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
-    """Shape and strides of out, and of the LSE, for those of a query."""
+def _results(shape: tuple[int, ...], strides: tuple[int, ...], dim_v: int, packed: bool) -> Results:
     query = torch.empty_strided(shape, strides, device="meta")
     out = empty_ordered((*shape[:-1], dim_v), query, query.dtype)
     rows = (shape[1], shape[0]) if packed else shape[:-1]
-    return tuple(out.shape), out.stride(), tuple(rows), torch.empty(rows, device="meta").stride()
+    return Results(tuple(out.shape), out.stride(), tuple(rows), torch.empty(rows, device="meta").stride())
 
 
 class Tile(Protocol):

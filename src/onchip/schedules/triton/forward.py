@@ -12,12 +12,15 @@ scaling, so that scores of any size compete exactly.
 Source: Dao 2023, FlashAttention-2, algorithm 1; Milakov and Gimelshein 2018, section 3.
 """
 
+from dataclasses import dataclass
+from typing import Any
+
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from onchip.gpu import FORWARD
-from onchip.gpu.call import empty_results, on_device
+from onchip.gpu.call import Results, on_device
 from onchip.gpu.launcher import Launcher, PerProblem
 from onchip.gpu.parts import (
     LN2,
@@ -234,23 +237,42 @@ def attend(
 
 def forward(problem: Problem, query: Tensor, key: Tensor, value: Tensor, *, saves: bool) -> tuple[Tensor, Tensor]:
     """Out and LSE."""
-    out, lse = empty_results(problem, query)
+    facts = (query.stride(), key.stride(), value.stride(), *conditions(problem))
+    prepared = _PREPARED.of(problem).get(facts)
+    with on_device(query.device):
+        if prepared is not None and prepared.launcher.kernel is forward_kernel and are_aligned(query, key, value):
+            out, lse = prepared.results.empty(query)
+            prepared.launcher(query, key, value, out, lse)
+            return out, lse
+        return _prepare(problem, query, key, value, facts)
+
+
+def _prepare(
+    problem: Problem, query: Tensor, key: Tensor, value: Tensor, facts: tuple[Any, ...]
+) -> tuple[Tensor, Tensor]:
+    """Run a forward, and keep what later ones repeat."""
+    results = Results.of(problem, query)
+    out, lse = results.empty(query)
     if out.numel() == 0:
         return out, lse
-    known, facts = _LAUNCHERS.of(problem), (query.stride(), key.stride(), value.stride(), *conditions(problem))
-    launcher = known.get(facts)
-    with on_device(query.device):
-        if launcher is None or launcher.kernel is not forward_kernel or not are_aligned(query, key, value):
-            call, inputs = Call(problem), (query, key, value)
-            query, key, value = call.readable(*inputs)
-            launcher = _launcher(call, query, key, value, out)
-            if are_aligned(*inputs) and all(a is b for a, b in zip(inputs, (query, key, value), strict=True)):
-                known[facts] = launcher
-        launcher(query, key, value, out, lse)
+    call, inputs = Call(problem), (query, key, value)
+    query, key, value = call.readable(*inputs)
+    launcher = _launcher(call, query, key, value, out)
+    if are_aligned(*inputs) and all(a is b for a, b in zip(inputs, (query, key, value), strict=True)):
+        _PREPARED.of(problem)[facts] = _Prepared(launcher, results)
+    launcher(query, key, value, out, lse)
     return out, lse
 
 
-_LAUNCHERS: PerProblem[Launcher] = PerProblem()
+@dataclass(frozen=True, eq=False, slots=True)
+class _Prepared:
+    """What forwards of one problem do whose tensors have certain strides, and start at aligned addresses."""
+
+    launcher: Launcher
+    results: Results
+
+
+_PREPARED: PerProblem[_Prepared] = PerProblem()
 
 
 def _launcher(call: Call, *tensors: Tensor) -> Launcher:
