@@ -111,7 +111,10 @@ def _compute(ready: dispatch.Ready, query: Tensor, key: Tensor, value: Tensor, *
     done: tuple[Tensor, Tensor, Tensor] | None = None
     for schedule in ready.forward:
         assert schedule.forward is not None, "a composite schedule does not run inside an operator"
-        out, lse, *lost = schedule.forward(ready.problem, query, key, value, saves=saves)
+        found = schedule.forward(ready.problem, query, key, value, saves=saves)
+        if done is None and len(found) == 2:
+            return found
+        out, lse, *lost = found
         if done is not None:
             rows = done[2].mT if ready.problem.layout == "packed" else done[2]
             out, lse = torch.where(rows[..., None], out, done[0]), torch.where(done[2], lse, done[1])
@@ -155,15 +158,14 @@ def _differentiate(
     needs: Sequence[bool],
 ) -> list[Tensor | None]:
     """Gradients of query, key, value and of each of `tensors`, None where not needed."""
-    arguments = (grad_out, grad_lse, query, key, value, out, lse, tensors, needs)
     if narrows(query.device):
         with torch.autocast(query.device.type, enabled=False):
-            return _differentiate(ready, *arguments)
+            return _differentiate(ready, grad_out, grad_lse, query, key, value, out, lse, tensors, needs)
     for schedule in ready.backward:
         assert schedule.backward is not None, "a composite schedule does not run inside an operator"
-        gradients = schedule.backward(ready.problem, *arguments)
+        gradients = schedule.backward(ready.problem, grad_out, grad_lse, query, key, value, out, lse, tensors, needs)
         if gradients is not None:
-            return [*gradients, *[None] * (len(needs) - len(gradients))]
+            return gradients + [None] * (len(needs) - len(gradients))
     raise dispatch.exhausted(ready.problem)
 
 

@@ -61,8 +61,8 @@ _HERE = nullcontext()
 
 
 def on_device(device: torch.device) -> AbstractContextManager[Any]:
-    # a device of the CPU has no index
-    if device.index is None or device.index == torch.cuda.current_device():
+    # a device of the CPU has no index; a tensor on another one says that CUDA runs, which torch.cuda would ask again
+    if device.index is None or device.index == torch._C._cuda_getDevice():
         return _HERE
     return torch.cuda.device(device)
 

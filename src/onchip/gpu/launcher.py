@@ -151,7 +151,9 @@ def _innermost(
     probe(*before, *head, *behind)
     (given,) = passed
     place = len(given) - len(behind)
-    if place < 4 or not all(one is other for one, other in zip(given, (*before, *given[4:place], *behind), strict=True)):
+    if place < 4 or not all(
+        one is other for one, other in zip(given, (*before, *given[4:place], *behind), strict=True)
+    ):
         return run, head
     return launch, given[4:place]
 

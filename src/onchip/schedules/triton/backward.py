@@ -678,7 +678,9 @@ class _Prepared:
         grad_query, grad_key, grad_value = (
             torch.empty_like(tensor) if need else None for tensor, need in zip(read, needs, strict=True)
         )
-        launches = [(_sums_rows(call, out, grad_out, grad_lse), (7, 3, 4, 8, 5, 6))]
+        launches: list[tuple[Launcher, tuple[int, ...]]] = [
+            (_sums_rows(call, out, grad_out, grad_lse), (7, 3, 4, 8, 5, 6))
+        ]
         if grad_key is not None or grad_value is not None:
             launches.append((_of_keys(call, given, grad_key, grad_value), (0, 1, 2, 3, 5, 6, 10, 11)))
         if grad_query is not None:
