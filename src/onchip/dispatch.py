@@ -25,6 +25,8 @@ from onchip.problem import Problem
 from onchip.schedules import aten, dense, hopper, tiled, triton
 
 ScheduleName = Literal["aten", "hopper", "triton", "tiled", "dense"]
+Launch = Callable[..., tuple[Tensor, Tensor]]
+LaunchBackward = Callable[..., list[Tensor | None]]
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,9 @@ class Schedule:
         kernels: what each kernel of a direction moves and computes, `kernels(problem, backward, target)`, as on the
             architecture `target`, or on the problem's device if that is None.
         workspace_bytes: memory beyond inputs, outputs and gradients, `workspace_bytes(problem, backward)`.
+        launches: for a schedule of kernels, what gives the functions behind forward and backward, once what they need
+            is imported. Where a problem holds no tensors their results are always there, in memory that is new: neither
+            autograd nor autocast has to be kept from them.
     """
 
     name: str
@@ -51,6 +56,7 @@ class Schedule:
     workspace_bytes: Callable[[Problem, bool], int]
     forward: Callable[..., tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor]] | None = None
     backward: Callable[..., list[Tensor | None] | None] | None = None
+    launches: tuple[Callable[[], Launch], Callable[[], LaunchBackward]] | None = None
 
     @property
     def composite(self) -> bool:
@@ -78,6 +84,7 @@ _SCHEDULES = (
         hopper.workspace_bytes,
         hopper.forward,
         hopper.backward,
+        (hopper.forward_launch, hopper.backward_launch),
     ),
     Schedule(
         triton.NAME,
@@ -88,6 +95,7 @@ _SCHEDULES = (
         triton.workspace_bytes,
         triton.forward,
         triton.backward,
+        (triton.forward_launch, triton.backward_launch),
     ),
     Schedule(
         tiled.NAME,
@@ -228,14 +236,23 @@ class Ready:
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
         self.forward = candidates(problem, backward=False)
-        self._backward: tuple[Schedule, ...] | None = None
 
-    @property
+    @cached_property
     def backward(self) -> tuple[Schedule, ...]:
         """Raises Unsupported if there is none."""
-        if self._backward is None:
-            self._backward = candidates(self.problem, backward=True)
-        return self._backward
+        return candidates(self.problem, backward=True)
+
+    @cached_property
+    def launch(self) -> Launch | None:
+        """What a problem without tensors comes to where the first schedule is one of kernels; see `Schedule`."""
+        launches = self.forward[0].launches
+        return None if launches is None else launches[0]()
+
+    @cached_property
+    def launch_backward(self) -> LaunchBackward | None:
+        """The same for its backward. Raises Unsupported if there is none."""
+        launches = self.backward[0].launches
+        return None if launches is None else launches[1]()
 
 
 @dataclass(frozen=True)

@@ -233,8 +233,11 @@ class _Direct(torch.autograd.Function):
         rest: Any,
         *tensors: Tensor,
     ) -> Any:
-        with torch._C._AutoDispatchBelowADInplaceOrView():
-            out, lse = _compute(ready, query, key, value, saves=True)
+        if rest is None and ready.launch is not None:
+            out, lse = ready.launch(ready.problem, query, key, value, saves=True)
+        else:
+            with torch._C._AutoDispatchBelowADInplaceOrView():
+                out, lse = _compute(ready, query, key, value, saves=True)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(query, key, value, out, lse, *tensors)
         ctx.ready, ctx.rest = ready if rest is None else None, rest
@@ -252,6 +255,11 @@ class _Direct(torch.autograd.Function):
             rest = ctx.ready.problem.lower()[1:] if ctx.rest is None else ctx.rest
             found = iter(_attention_backward(grad_out, grad_lse, query, key, value, out, lse, tensors, *rest, needs))
             gradients = [next(found) if need else None for need in needs]
+        elif ctx.rest is None and ctx.ready.launch_backward is not None:
+            ready = ctx.ready
+            gradients = ready.launch_backward(
+                ready.problem, grad_out, grad_lse, query, key, value, out, lse, tensors, needs
+            )
         else:
             ready = ctx.ready or dispatch.Ready(Problem.lift(query, key, value, tensors, *ctx.rest))
             with torch._C._AutoDispatchBelowADInplaceOrView():
@@ -477,6 +485,8 @@ def run_directly(
         # a named schedule that has no backward says so now
         assert ready.backward
         return _apply_directly(*(map(_alive, (query, key, value))), ready, rest, *map(_alive, tensors))
+    if rest is None and ready.launch is not None:
+        return ready.launch(ready.problem, query, key, value, saves=False)
     with torch._C._AutoDispatchBelowADInplaceOrView():
         return _compute(ready, query, key, value, saves=False)
 

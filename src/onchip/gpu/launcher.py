@@ -151,11 +151,8 @@ def _innermost(
     probe(*before, *head, *behind)
     (given,) = passed
     place = len(given) - len(behind)
-    if place < 4 or not all(
-        one is other for one, other in zip(given, (*before, *given[4:place], *behind), strict=True)
-    ):
-        return run, head
-    return launch, given[4:place]
+    same = (one is other for one, other in zip(given[:4] + given[place:], before + behind, strict=True))
+    return (launch, given[4:place]) if place >= 4 and all(same) else (run, head)
 
 
 def _settings() -> tuple[bool, str]:

@@ -68,11 +68,11 @@ def _is_band(mask: Mask | None) -> bool:
 
 def forward(problem: Problem, query: Tensor, key: Tensor, value: Tensor, *, saves: bool) -> tuple[Tensor, Tensor]:
     """Out and LSE."""
-    return _kernel()(problem, query, key, value, saves=saves)
+    return forward_launch()(problem, query, key, value, saves=saves)
 
 
 @cache
-def _kernel() -> Callable[..., tuple[Tensor, Tensor]]:
+def forward_launch() -> Callable[..., tuple[Tensor, Tensor]]:
     """The function that launches, once Triton is imported."""
     from onchip.schedules.hopper.forward import forward
 
@@ -92,11 +92,11 @@ def backward(
     needs: Sequence[bool],
 ) -> list[Tensor | None]:
     """Gradients of query, key, value and of each of `tensors`, None where not needed."""
-    return _backward_kernels()(problem, grad_out, grad_lse, query, key, value, out, lse, tensors, needs)
+    return backward_launch()(problem, grad_out, grad_lse, query, key, value, out, lse, tensors, needs)
 
 
 @cache
-def _backward_kernels() -> Callable[..., list[Tensor | None]]:
+def backward_launch() -> Callable[..., list[Tensor | None]]:
     """The function that launches them. A process that never differentiates does not import them."""
     from onchip.schedules.hopper.launch_backward import backward
 

@@ -13,7 +13,6 @@ import importlib.util
 import os
 from collections.abc import Callable, Sequence
 from functools import cache
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -63,7 +62,15 @@ def unsupported(problem: Problem) -> list[str]:
 
 def forward(problem: Problem, query: Tensor, key: Tensor, value: Tensor, *, saves: bool) -> tuple[Tensor, Tensor]:
     """Out and LSE."""
-    return _kernels()[0](problem, query, key, value, saves=saves)
+    return forward_launch()(problem, query, key, value, saves=saves)
+
+
+@cache
+def forward_launch() -> Callable[..., tuple[Tensor, Tensor]]:
+    """The function that launches, once Triton is imported."""
+    from onchip.schedules.triton.forward import forward
+
+    return forward
 
 
 def backward(
@@ -79,16 +86,15 @@ def backward(
     needs: Sequence[bool],
 ) -> list[Tensor | None]:
     """Gradients of query, key, value and of each of `tensors`, None where not needed."""
-    return _kernels()[1](problem, grad_out, grad_lse, query, key, value, out, lse, tensors, needs)
+    return backward_launch()(problem, grad_out, grad_lse, query, key, value, out, lse, tensors, needs)
 
 
 @cache
-def _kernels() -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """The functions that launch, once Triton is imported."""
+def backward_launch() -> Callable[..., list[Tensor | None]]:
+    """The function that launches the backward."""
     from onchip.schedules.triton.backward import backward
-    from onchip.schedules.triton.forward import forward
 
-    return forward, backward
+    return backward
 
 
 def kernels(problem: Problem, backward: bool, target: str | None) -> list[Kernel]:
