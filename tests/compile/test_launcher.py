@@ -9,7 +9,7 @@ import triton.language as tl
 from triton import knobs
 from triton.runtime import driver
 
-from onchip.gpu.launcher import Launcher
+from onchip.gpu.launcher import Launcher, Series
 from onchip.gpu.start import compiling
 from tests.compile import aot
 
@@ -226,6 +226,152 @@ def test_settings_of_triton_are_asked_for_at_each_launch(device, bound, monkeypa
     monkeypatch.setattr(knobs.runtime, "debug", False)
     launch(*tensors())
     assert len(bound) == 3
+
+
+# Several launches in a row
+
+
+def series(*launchers):
+    """Launches over (x, y, out, other): the first adds y to x, the second, if there is one, y to out."""
+    launchers = launchers or (launcher(), launcher(HALF=True))
+    return Series(*zip(launchers, ((0, 1, 2), (2, 1, 3)), strict=False))
+
+
+def test_each_launch_of_a_series_gets_its_tensors(device, bound):
+    launch = series()
+    for _ in range(3):
+        x = tensors(count=4)
+        launch(*x)
+        first, second = device.launches[-2:]
+        x, y, out, other = (part.data_ptr() for part in x)
+        assert (addresses(first), addresses(second)) == ((x, y, out), (out, y, other))
+        assert (first.arguments[-1], second.arguments[-1]) == (False, True)
+    assert len(bound) == 2 and len(device.launches) == 6
+
+
+def test_an_absent_tensor_of_a_series_stays_absent(device, bound):
+    launch = series()
+    for _ in range(2):
+        x, out, other = tensors()
+        launch(x, None, out, other)
+        assert [launched.arguments[1] for launched in device.launches[-2:]] == [None, None]
+    assert len(bound) == 2
+
+
+def test_a_series_with_an_address_that_is_not_aligned_is_each_launchers_own(device, bound):
+    launch, x = series(), tensors(count=4)
+    launch(*x)
+    # the second launch alone takes it
+    x[3] = tensors(1)[0]
+    for _ in range(2):
+        launch(*x)
+    assert len(bound) == 4 and [len(launched.aligned) for launched in device.launches] == [3, 3, 3, 2, 3, 2]
+    launch(*tensors(count=4))
+    assert len(bound) == 4
+
+
+def test_a_series_asks_for_its_stream_each_time(device):
+    launch = series()
+    for stream in (7, 9, 0):
+        device.stream = stream
+        launch(*tensors(count=4))
+    assert [launched.stream for launched in device.launches] == [7, 7, 9, 9, 0, 0]
+
+
+def test_hooks_see_every_launch_of_a_series(device, bound):
+    launch, seen, chain = series(), [], knobs.runtime.launch_enter_hook
+    launch(*tensors(count=4))
+    chain.add(seen.append)
+    try:
+        launch(*tensors(count=4))
+    finally:
+        chain.remove(seen.append)
+    assert [metadata.get()["name"] for metadata in seen] == ["add_kernel"] * 2
+    hook = lambda *arguments, **keywords: seen.append(len(arguments))  # noqa: E731
+    add_kernel.add_pre_run_hook(hook)
+    try:
+        launch(*tensors(count=4))
+    finally:
+        add_kernel.pre_run_hooks.remove(hook)
+    assert seen[2:] == [6, 6]
+    launch(*tensors(count=4))
+    assert len(bound) == 6 and len(device.launches) == 8
+
+
+def test_settings_of_triton_are_asked_for_at_each_series(device, bound, monkeypatch):
+    launch = series()
+    for debug in (False, True, True, False, False):
+        monkeypatch.setattr(knobs.runtime, "debug", debug)
+        launch(*tensors(count=4))
+    assert len(bound) == 6 and len(device.launches) == 10
+
+
+def test_a_series_is_compiled_alone_like_its_launches(device):
+    launch = series()
+    for _ in range(2):
+        with compiling() as held:
+            launch(*tensors(count=4))
+        assert [name for name, _ in held] == ["add", "add"] and len(device.launches) in (0, 2)
+        if not device.launches:
+            launch(*tensors(count=4))
+
+
+# What a repeated launch goes through
+
+
+class Wrapped:
+    """A function that launches with Python around it, as Triton's is for CUDA: scratch memory is what it is for."""
+
+    global_scratch_size = profile_scratch_size = 0
+
+    def __init__(self, launch):
+        self.launch, self.calls = launch, 0
+
+    def __call__(self, x, y, z, stream, function, packed, *arguments):
+        self.calls += 1
+        self.launch(x, y, z, stream, function, False, None, packed, *arguments)
+
+
+class Nested(Wrapped):
+    """As newer Tritons do, which pass arguments on as one."""
+
+    def __call__(self, x, y, z, stream, function, packed, told, enter, leave, *arguments):
+        self.calls += 1
+        self.launch(x, y, z, stream, function, False, None, packed, told, enter, leave, arguments)
+
+
+class Scratched(Wrapped):
+    """For a kernel that needs scratch memory."""
+
+    global_scratch_size = 64
+
+
+@pytest.mark.parametrize(("kind", "direct"), [(Wrapped, True), (Nested, False), (Scratched, False)])
+def test_python_around_a_launch_that_only_passes_on_is_left_out(device, monkeypatch, kind, direct):
+    made, launcher_cls = [], device.launcher_cls
+
+    def launcher_of(source, metadata):
+        run = launcher_cls(source, metadata)
+
+        def launch(x, y, z, stream, function, cooperative, scratch, packed, told, enter, leave, *arguments):
+            assert (cooperative, scratch) == (False, None)
+            (arguments,) = arguments if kind is Nested else (arguments,)
+            run(x, y, z, stream, function, packed, told, enter, leave, *arguments)
+
+        made.append(kind(launch))
+        return made[-1]
+
+    monkeypatch.setattr(device, "launcher_cls", launcher_of)
+    launch = launcher()
+    given = [tensors() for _ in range(3)]
+    for x in given:
+        launch(*x)
+    (wrapped,) = made
+    assert wrapped.calls == (1 if direct else 3)
+    assert [addresses(launched) for launched in device.launches] == [
+        tuple(map(torch.Tensor.data_ptr, x)) for x in given
+    ]
+    assert len({launched.arguments[3:] for launched in device.launches}) == 1
 
 
 def test_nothing_is_launched_while_kernels_are_compiled_alone(device):

@@ -2,10 +2,15 @@
 
 import dataclasses
 import weakref
+from collections import Counter
 
 import pytest
 import torch
 
+import onchip
+from onchip import dispatch, ops
+from onchip.problem import Problem
+from onchip.schedules import triton as schedule
 from onchip.schedules.triton import launch as host
 from onchip.schedules.triton import tuned
 from onchip.schedules.triton.tiles import Tile
@@ -78,6 +83,65 @@ def test_a_second_call_prepares_nothing(launches, name, monkeypatch):
     assert [launched.name for launched in second] == ["forward", "delta", "keys", "queries"]
     for one, other in zip(first, second, strict=True):
         assert facts(one) == facts(other)
+
+
+@pytest.fixture
+def step(launches, monkeypatch):
+    """A forward and a backward of a plain call, which have run once; they give the names of what they launch."""
+    monkeypatch.setattr(schedule, "_interprets", lambda: True)
+    leaves = [leaf.requires_grad_() for leaf in torch.randn(3, 1, 2, 130, 64, dtype=torch.float16).unbind()]
+    gradient = torch.randn(1, 2, 130, 64, dtype=torch.float16)
+
+    def step():
+        launches.clear()
+        gradients = torch.autograd.grad(onchip.attention(*leaves, causal=True, schedule="triton"), leaves, gradient)
+        assert all(gradient.stride() == leaf.stride() for gradient, leaf in zip(gradients, leaves, strict=True))
+        return [launched.name for launched in launches]
+
+    assert step() == ["forward", "delta", "keys", "queries"]
+    return step
+
+
+def test_a_second_step_goes_from_the_call_to_its_launches(step, monkeypatch):
+    """No problem, no choice, no operator: in both directions a look-up of what is ready."""
+
+    def asked(*arguments, **keywords):
+        pytest.fail("asked again")
+
+    for owner in (Problem, host.Call, dispatch.Ready):
+        monkeypatch.setattr(owner, "__init__", asked)
+    for name in ("_attention", "_attention_backward", "_compute", "_differentiate"):
+        monkeypatch.setattr(ops, name, asked)
+    for name in ("choose", "candidates"):
+        monkeypatch.setattr(dispatch, name, asked)
+    assert step() == ["forward", "delta", "keys", "queries"]
+
+
+def test_a_second_step_allocates_its_results_and_one_number_for_each_row(step):
+    with torch.autograd.profiler.profile() as seen:
+        step()
+    called = Counter(
+        event.name
+        for event in seen.function_events
+        if event.name.startswith("aten::") and not event.cpu_parent.name.startswith("aten::")
+    )
+    # out and LSE; deltas and the gradients of query, key and value
+    assert called == {"aten::empty_strided": 2, "aten::empty_like": 4}
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_results_of_launches_are_no_views(launches, monkeypatch, grad):
+    """They are made where autograd looks on, so it must have nothing to see."""
+    monkeypatch.setattr(schedule, "_interprets", lambda: True)
+    leaves = [leaf.requires_grad_(grad) for leaf in torch.randn(3, 1, 40, 2, 64, dtype=torch.float16).unbind()]
+    inputs = [leaf.transpose(1, 2) for leaf in leaves]
+    found = onchip.attention_with_lse(*inputs, schedule="triton")
+    assert not any(result._is_view() for result in found)
+    assert [result.requires_grad for result in found] == [grad, grad]
+    if grad:
+        gradients = torch.autograd.grad(found.out.float().sum(), inputs)
+        assert not any(gradient._is_view() or gradient.requires_grad for gradient in gradients)
+    found.out.add_(inputs[0])
 
 
 def test_each_launch_gets_the_tensors_of_its_call(launches):
