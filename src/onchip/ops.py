@@ -267,8 +267,8 @@ class _Direct(torch.autograd.Function):
         return (*gradients[:3], None, None, *gradients[3:])
 
 
-# What Function.apply comes to where no transform of torch.func is active, which `is_observed` has found out: it asks
-# again, and for more, in Python.
+# What Function.apply comes to where no transform of torch.func is active, which `is_observed` has found out; it asks
+# again, in Python. It unwraps, too, what a transform has left behind.
 _apply_directly: Any = super(torch.autograd.Function, _Direct).apply
 _alive = torch._C._functorch.unwrap_if_dead
 
@@ -484,7 +484,7 @@ def run_directly(
     ):
         # a named schedule that has no backward says so now
         assert ready.backward
-        return _apply_directly(*(map(_alive, (query, key, value))), ready, rest, *map(_alive, tensors))
+        return _apply_directly(_alive(query), _alive(key), _alive(value), ready, rest, *map(_alive, tensors))
     if rest is None and ready.launch is not None:
         return ready.launch(ready.problem, query, key, value, saves=False)
     with torch._C._AutoDispatchBelowADInplaceOrView():

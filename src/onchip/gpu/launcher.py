@@ -33,11 +33,14 @@ class Launcher:
     Args:
         kernel: a function of Triton's, or what takes the place of one in a test.
         rest: arguments behind the tensors. constants: arguments behind those by name, and options of the compiler.
+
+    Attributes:
+        found: what later launches repeat, as soon as there is such a thing.
     """
 
     def __init__(self, kernel: Any, programs: int, rest: tuple[Any, ...], constants: dict[str, Any]) -> None:
         self.kernel, self._programs, self._rest, self._constants = kernel, programs, rest, constants
-        self._found: _Found | None = None
+        self.found: _Found | None = None
 
     def __call__(self, *tensors: Tensor | None, descriptors: tuple[Any, ...] = ()) -> None:
         """Launch on the current device, which must be the same each time, and its current stream.
@@ -47,7 +50,7 @@ class Launcher:
             descriptors: arguments before the tensors.
         """
         addresses, aligned = _addresses(tensors)
-        found = self._found
+        found = self.found
         if found is not None and aligned and found.settings == _settings() and _is_unobserved(self.kernel):
             found.launch(driver.active.get_current_stream(found.device), (*descriptors, *addresses))
             return
@@ -59,12 +62,7 @@ class Launcher:
             head = compiled.function, compiled.packed_metadata, None, None, None
             run, head = _innermost(compiled.run, head, len(addresses) + len(descriptors), tail)
             device = driver.active.get_current_device()
-            self._found = _Found(compiled, run, self._programs, device, head, tail, _settings())
-
-    @property
-    def found(self) -> _Found | None:
-        """What later launches repeat, as soon as there is such a thing."""
-        return self._found
+            self.found = _Found(compiled, run, self._programs, device, head, tail, _settings())
 
 
 class Series:
@@ -137,7 +135,7 @@ def _innermost(
 ) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     """The function in C that Triton's function for a kernel calls, and what it passes to it before the arguments.
 
-    Between the two there is Python that allocates scratch memory, and takes a quarter of a launch where a kernel needs
+    Between the two there is Python that allocates scratch memory, and takes as long as the rest where a kernel needs
     none. What it passes on is seen when it launches marks, `count` of them before `tail`, on a function that only keeps
     them. Where it passes on anything else than grid, stream, a head, and these, `run` and `head` remain.
     """
