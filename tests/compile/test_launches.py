@@ -117,7 +117,7 @@ def test_a_second_step_goes_from_the_call_to_its_launches(step, monkeypatch):
     assert step() == ["forward", "delta", "keys", "queries"]
 
 
-def test_a_second_step_allocates_its_results_and_one_number_for_each_row(step):
+def test_a_second_step_allocates_its_results_and_two_numbers_for_each_row(step):
     with torch.autograd.profiler.profile() as seen:
         step()
     called = Counter(
@@ -125,8 +125,8 @@ def test_a_second_step_allocates_its_results_and_one_number_for_each_row(step):
         for event in seen.function_events
         if event.name.startswith("aten::") and not event.cpu_parent.name.startswith("aten::")
     )
-    # out and LSE; deltas and the gradients of query, key and value
-    assert called == {"aten::empty_strided": 2, "aten::empty_like": 4}
+    # out and LSE; LSE and deltas as weights want them, and the gradients of query, key and value
+    assert called == {"aten::empty_strided": 2, "aten::empty": 1, "aten::empty_like": 4}
 
 
 @pytest.mark.parametrize("grad", [False, True])
@@ -155,7 +155,7 @@ def test_each_launch_gets_the_tensors_of_its_call(launches):
         delta, keys, queries = run.backward(grad_out)
         assert delta.arguments[0] is run.out and delta.arguments[1] is grad_out and delta.arguments[2] is run.lse
         for backward, gradients in ((keys, run.gradients[1:]), (queries, run.gradients[:1])):
-            wanted = (*run.inputs, grad_out, run.lse, delta.arguments[4], *gradients)
+            wanted = (*run.inputs, grad_out, *delta.arguments[4:6], *gradients)
             assert all(given is tensor for given, tensor in zip(backward.arguments, wanted, strict=False))
 
 
@@ -213,7 +213,7 @@ def test_the_gradient_of_the_lse_comes_and_goes(launches):
         assert delta.arguments[3] is grad_lse
         # behind the tensors and the strides of out, its gradient and the LSE
         strides = (0, 0, 0) if grad_lse is None else grad_lse.stride()
-        assert delta.arguments[15:18] == strides
+        assert delta.arguments[16:19] == strides
 
 
 def test_only_the_gradients_that_are_needed_are_launched(launches):

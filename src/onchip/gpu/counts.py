@@ -64,12 +64,12 @@ class Counts:
             total += once * self.call.repeats(walk.visits, self.heads)
         return total
 
-    def others_touched(self, group: int) -> int:
-        """Rows of the other axis that any of `group` query heads visits, over all groups."""
+    def others_touched(self, group: int, whole: bool = False) -> int:
+        """Rows of the other axis that any of `group` query heads visits, over all groups; of whole tiles if `whole`."""
         groups = self.problem.heads_q // group
         return sum(
             walk.sequences
-            * walk.visits.covered(None, walk.other.exists, group)
+            * walk.visits.covered(None, walk.other.whole if whole else walk.other.exists, group)
             * self.call.repeats(walk.visits, groups)
             for walk in self.walks
         )

@@ -43,6 +43,11 @@ class Axis:
         return torch.ones(self.tiles, dtype=torch.int64)
 
     @property
+    def whole(self) -> Tensor:
+        """How many rows each tile has room for."""
+        return self.block * self.ones
+
+    @property
     def exists(self) -> Tensor:
         """How many rows of each tile exist."""
         first = self.block * torch.arange(self.tiles)

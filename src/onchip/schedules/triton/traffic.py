@@ -46,11 +46,15 @@ def _delta(call: Call, rows: int) -> Kernel:
 
 def _rows_of(counts: Counts, loaded: int, touched: int) -> None:
     """Loads of query, d_out, LSE and delta by rows."""
+    _tiles_of(counts, loaded, touched)
+    counts.add("lse", 4, loaded, touched)
+    counts.add("delta", 4, loaded, touched)
+
+
+def _tiles_of(counts: Counts, loaded: int, touched: int) -> None:
     problem, width = counts.problem, counts.width
     counts.add("query", problem.dim_qk * width, loaded, touched)
     counts.add("d_out", problem.dim_v * width, loaded, touched)
-    counts.add("lse", 4, loaded, touched)
-    counts.add("delta", 4, loaded, touched)
 
 
 def _keys(call: Call) -> Kernel:
@@ -60,7 +64,12 @@ def _keys(call: Call) -> Kernel:
     owned = counts.owned() * problem.heads_kv
     counts.add("key", problem.dim_qk * width, owned, owned)
     counts.add("value", problem.dim_v * width, owned, owned)
-    _rows_of(counts, counts.others_loaded, counts.others_touched(1))
+    _tiles_of(counts, counts.others_loaded, counts.others_touched(1))
+    # where nothing is asked of a row, the values of those behind the last one are read with it
+    whole = call.sees_every_row
+    values = counts.steps * tile.rows if whole else counts.others_loaded
+    for name in ("lse", "delta"):
+        counts.add(name, 4, values, counts.others_touched(1, whole))
     counts.add_sides()
     counts.add_lists(slots(call, call.rooms()[1], problem.length_k, 1, tile.columns) * problem.heads_q)
     columns = (1 if call.packed else problem.batch) * problem.length_k * problem.heads_kv
