@@ -15,6 +15,7 @@ from onchip.attention import _bind
 from onchip.masks import Band
 from onchip.model.eager import Recorder
 from onchip.schedules import dense, hopper, tiled, triton
+from onchip.schedules.triton.launch import Call
 from tests import harness
 from tests.machine import INTERPRETED
 from tests.problems import COVERING, Spec, build, fitted, specs
@@ -200,13 +201,26 @@ def test_bands_on_hopper_are_walked_tile_by_tile(lengths, layout, sides, heads, 
     turned = [(q, k)[::-1] for q, k in lengths], sides[::-1], found["keys"].tile[::-1]
     expected, kernel = enumerate_band(*turned, 1), found["keys"]
     assert kernel.requested.loads["query"] == expected["loaded"] * heads_q * dim * 2
-    assert kernel.requested.loads["lse"] == expected["loaded"] * heads_q * 4
+    values = expected["steps"] * kernel.tile[0] if Call(problem).sees_every_row else expected["loaded"]
+    assert kernel.requested.loads["lse"] == kernel.requested.loads["delta"] == values * heads_q * 4
     assert kernel.requested.loads["key"] == expected["own"] * heads_kv * dim * 2
     assert kernel.compulsory.loads["d_out"] == expected["touched"] * heads_q * dim_v * 2
     assert kernel.pairs == expected["pairs"] * heads_q
     area = kernel.tile[0] * kernel.tile[1]
     assert kernel.requested.flops == 2 * expected["steps"] * heads_q * area * 2 * (wide(dim) + wide(dim_v))
     assert_hopper_backward(problem, lengths, sides)
+
+
+@compiled
+@given(*2 * [strategies.integers(1, 40)], *2 * [strategies.none() | strategies.integers(0, 50)], strategies.booleans())
+def test_rows_that_see_nothing_are_known_by_shapes(length_q, length_k, left, right, causal):
+    query, key = torch.zeros(1, 1, length_q, 16), torch.zeros(1, 1, length_k, 16)
+    window = None if causal or left is right is None else (left, right)
+    lse = onchip.attention_with_lse(query, key, key, causal=causal, window=window, schedule="dense").lse
+    problem = call(query, key, causal=causal, window=window)
+    assert Call(problem).sees_every_row == bool((lse > float("-inf")).all())
+    for given_lengths in (torch.tensor([length_q]), torch.tensor([length_k])), (None, torch.tensor([length_k])):
+        assert not Call(call(query, key, causal=causal, window=window, lengths=given_lengths)).sees_every_row
 
 
 def assert_hopper_backward(problem, lengths, sides):
@@ -424,7 +438,7 @@ def test_a_plan_names_the_pairs_and_tiles_of_both_directions():
 
     query = torch.zeros((), dtype=torch.bfloat16).expand(1, 16, 4096, 128)
     plan = onchip.plan(query, query, query, causal=True).on(PRESETS["h200"], "triton")
-    assert plan.tiles == (128, 128)
+    assert plan.tiles == (64, 64)
     assert plan.backward_tiles == {"keys": (32, 128), "queries": (128, 64)}
     assert set(plan.backward_pairs) == {"keys", "queries"}
     needed, pairs = plan.minimum_backward_flops, plan.backward_pairs
