@@ -1,6 +1,6 @@
 """The backward kernels for Hopper: 128 keys stay, the rows that see them pass by.
 
-    prepare_kernel   delta and LSE of 64 rows at a time, in base 2 and padded to whole blocks
+    prepare_kernel   delta and LSE of 64 rows at a time, in base 2 and padded to whole blocks; zeros for dQ, or a mark
     backward_kernel  one program for 128 columns of a key head
         producer     one warp: K and V once, then q and do of every block of 64 rows, with their LSE and delta
         consumers    two warpgroups of 64 columns each; for each block of rows
@@ -10,7 +10,7 @@
                      64), or a warpgroup that also multiplies (to 64: k and v then are register operands)
     finish_kernel    dq from float32 sums, whose memory order is that of the accumulator's registers
 
-dK and dV are sums of one program, over all heads of a group. dQ is added to in any order, once its first part is there.
+dK and dV are sums of one program, over all heads of a group. dQ is added to in any order.
 Sources: Dao 2023, FlashAttention-2, algorithm 2; Shah et al. 2024, FlashAttention-3, section 3.
 """
 
@@ -123,7 +123,7 @@ def next_block(m, member, begin, end):
     return m, member
 
 
-# How programs add to dQ: whoever comes first to a block fills it, and the others add to that
+# How programs add to dQ. With `order`, whoever comes first to a block stores, and the others add to that
 
 
 @gluon.jit
@@ -185,9 +185,11 @@ def is_first(order, block, turn, ORDERED: gl.constexpr):
     """Whether nobody has filled a block of dq yet. Waits until it is filled if it is somebody else who does.
 
     In order, `order` counts the programs that are done with the block. Otherwise 1 says that somebody is about to fill
-    it, and 2 that it is filled.
+    it, and 2 that it is filled. Without `order` zeros stand there.
     """
-    if ORDERED:
+    if order is None:
+        first = False
+    elif ORDERED:
         while loaded(order + block) != turn:
             pass
         first = turn == 0
@@ -213,12 +215,13 @@ def leave(dq_desc, row, tile, first):
 @gluon.jit
 def release(order, block, first, ORDERED: gl.constexpr):
     """What this warp brought to a block is there."""
-    if first or ORDERED:
-        gl.inline_asm_elementwise(
-            "cp.async.bulk.wait_group 0; bar.warp.sync 0xffffffff; mov.b32 $0, $1;", "=r,r", [block], dtype=gl.int32,
-            is_pure=False, pack=1,
-        )  # fmt: skip
-        gl.atomic_add(order + block, 1, sem="release", scope="gpu")
+    if order is not None:
+        if first or ORDERED:
+            gl.inline_asm_elementwise(
+                "cp.async.bulk.wait_group 0; bar.warp.sync 0xffffffff; mov.b32 $0, $1;", "=r,r", [block],
+                dtype=gl.int32, is_pure=False, pack=1,
+            )  # fmt: skip
+            gl.atomic_add(order + block, 1, sem="release", scope="gpu")
 
 
 @gluon.jit
@@ -813,13 +816,16 @@ def block_at(number, heads, slots, length_q, batch, cu_q, used_q):
 @triton.jit(do_not_specialize=["o_b", "o_h", "o_n", "do_b", "do_h", "do_n", "lse_b", "lse_h", "dlse_b", "dlse_h",
                                "dlse_n", "batch", "heads", "length_q", "slots"])  # fmt: skip
 def prepare_kernel(
-    out, grad_out, lse, grad_lse, rows, delta, order,
+    out, grad_out, lse, grad_lse, rows, delta, sums, order,
     o_b: tl.int64, o_h: tl.int64, o_n: tl.int64, do_b: tl.int64, do_h: tl.int64, do_n: tl.int64,
     lse_b: tl.int64, lse_h: tl.int64, dlse_b: tl.int64, dlse_h: tl.int64, dlse_n: tl.int64,
     batch: tl.int32, heads: tl.int32, length_q: tl.int32, slots: tl.int32, cu_q, used_q,
-    DV: tl.constexpr, BLOCK_DV: tl.constexpr,
+    D: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr,
 ):  # fmt: skip
-    """Delta, the LSE in base 2 (infinity for rows that see nothing, or do not exist), and that nobody filled dQ yet."""
+    """Delta, the LSE in base 2 (infinity for rows that see nothing, or do not exist), and zeros.
+
+    These for dQ or, with `order`, for the mark of a block that nobody has filled yet.
+    """
     number = tl.program_id(0)
     b, h, first, q_of = block_at(number, heads, slots, length_q, batch, cu_q, used_q)
     token, room, length = q_of
@@ -842,9 +848,13 @@ def prepare_kernel(
     to = number.to(tl.int64) * 64 + tl.arange(0, 64)
     tl.store(rows + to, tl.where(dead, float("inf"), found * 1.4426950408889634))
     tl.store(delta + to, tl.where(dead, 0.0, total))
-    tl.store(order + number, 0)
-    if number == 0:
-        tl.store(order + tl.num_programs(0), 0)
+    if order is None:
+        zeros = number.to(tl.int64) * (64 * D) + tl.arange(0, 64 * D)
+        tl.store(sums + zeros, tl.zeros([64 * D], tl.float32))
+    else:
+        tl.store(order + number, 0)
+        if number == 0:
+            tl.store(order + tl.num_programs(0), 0)
 
 
 @triton.jit(do_not_specialize=["dq_b", "dq_h", "dq_n", "batch", "heads", "length_q", "slots"])
@@ -853,12 +863,15 @@ def finish_kernel(
     batch: tl.int32, heads: tl.int32, length_q: tl.int32, slots: tl.int32, cu_q, used_q, scale: tl.float32,
     D: tl.constexpr, DIM: tl.constexpr,
 ):  # fmt: skip
-    """dQ of a block, from sums in the order of registers; zeros where nobody filled it, since its rows see nothing."""
+    """dQ of a block, from sums in the order of registers; zeros if nobody filled it, since its rows see nothing."""
     number = tl.program_id(0)
     b, h, first, q_of = block_at(number, heads, slots, length_q, batch, cu_q, used_q)
     token, room, length = q_of
-    filled = tl.load(order + number) > 0
-    x = tl.load(sums + number.to(tl.int64) * (64 * D) + tl.arange(0, 64 * D), mask=filled, other=0.0)
+    places = sums + number.to(tl.int64) * (64 * D) + tl.arange(0, 64 * D)
+    if order is None:
+        x = tl.load(places)
+    else:
+        x = tl.load(places, mask=tl.load(order + number) > 0, other=0.0)
     x = tl.permute(tl.reshape(x, [D // 8, 4, 8, 4, 2, 2]), [1, 4, 2, 0, 3, 5])
     x = tl.reshape(x, [64, D]) * scale
     i = first + tl.arange(0, 64)

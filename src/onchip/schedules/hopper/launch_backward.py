@@ -57,7 +57,7 @@ class Prepared:
             inputs: query, grad_out, key, value. results: gradients of query, key and value, yet to be written.
         """
         rows, delta, sums, order = self.workspace.allocate(out.device)
-        self.first(out, inputs[1], lse, grad_lse, rows, delta, order)
+        self.first(out, inputs[1], lse, grad_lse, rows, delta, sums, order)
         descriptors = (
             *(moved(one, tensor) for one, tensor in zip(self.inputs, inputs, strict=True)),
             moved(self.rows, rows), moved(self.rows, delta), moved(self.sums, sums),
@@ -106,12 +106,13 @@ def prepare(
         "ALONE": not call.packed and problem.key_lengths is None and problem.query_lengths is None, "num_warps": 4,
     }  # fmt: skip
     rows = work.blocks * ROWS
-    before = {"DV": problem.dim_v, "BLOCK_DV": width(problem.dim_v), "num_warps": 4}
+    around = {"D": work.width, "num_warps": 4}
+    before = around | {"DV": problem.dim_v, "BLOCK_DV": width(problem.dim_v)}
     return Prepared(
         work,
         Launcher(prepare_kernel, work.blocks, first, before),
         Launcher(kernel, tiles * sequences * problem.heads_kv, main, constants),
-        Launcher(finish_kernel, work.blocks, last, {"D": work.width, "DIM": problem.dim_qk, "num_warps": 4}),
+        Launcher(finish_kernel, work.blocks, last, around | {"DIM": problem.dim_qk}),
         tuple(like(tensor) for tensor in inputs),
         _unbound([rows], [1], [ROWS], FLAT, out),
         _unbound([rows * work.width // SUM_COLUMNS, SUM_COLUMNS], [SUM_COLUMNS, 1], [2 * columns, SUM_COLUMNS],

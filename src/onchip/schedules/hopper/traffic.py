@@ -29,8 +29,8 @@ def kernels(problem: Problem, backward: bool, target: str | None) -> list[Kernel
 def _first(call: Call, work: Workspace, rows: int) -> Kernel:
     """Also rows that do not exist, so that nothing need be known of lengths."""
     size = rows * call.problem.dim_v * call.problem.dtype.itemsize
-    padded = work.sizes[0]
-    stores = {"base-2 lse": 4 * padded, "delta": 4 * padded, "order": 4 * work.order}
+    padded, _, sums, order = work.sizes
+    stores = {"base-2 lse": 4 * padded, "delta": 4 * padded, **({"order": 4 * order} if order else {"sums": 4 * sums})}
     traffic = Traffic({"out": size, "d_out": size, "lse": 4 * rows}, stores)
     return Kernel(name="prepare", requested=traffic, compulsory=traffic, precision="float32")
 

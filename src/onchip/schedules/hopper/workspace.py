@@ -5,10 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from onchip.problem import Problem
 from onchip.schedules.hopper.launch import ROWS, Call, width
 
 SUM_COLUMNS = 32
 """Of the matrix that TMA sees the sums as."""
+WIDE, WIDEST, FEW_KEYS = 64, 128, 4096
+"""Widths of rows, above and up to, and keys of a sequence, up to, for which `Workspace` has programs claim blocks."""
 
 
 class Workspace:
@@ -18,7 +21,8 @@ class Workspace:
         width: elements of a row of dQ.
         slots: blocks of each head of a sequence, or of all sequences if packed.
         blocks: of all heads.
-        order: ints that hold who has added to each block, and how many programs have started.
+        order: ints that hold who has added to each block, and how many programs have started; none where blocks are
+            filled with zeros.
     """
 
     def __init__(self, call: Call) -> None:
@@ -26,7 +30,15 @@ class Workspace:
         self.width = max(width(problem.dim_qk), width(problem.dim_v))
         self.slots = call.count(problem.length_q, 1, ROWS)
         self.blocks = self.slots * problem.heads_q * (1 if call.packed else problem.batch)
-        self.order = self.blocks + 1
+        self.order = self.blocks + 1 if problem.deterministic or self._claims(problem) else 0
+
+    def _claims(self, problem: Problem) -> bool:
+        """Whether the first program with a tile for a block stores it.
+
+        Against zeros for all this spares a write of every sum, up to a twentieth of a backward of few keys. Of many
+        keys programs wait for each other as long, and of narrow heads they wait longer.
+        """
+        return WIDE < self.width <= WIDEST and problem.length_k <= FEW_KEYS
 
     @property
     def sizes(self) -> tuple[int, int, int, int]:
@@ -34,8 +46,8 @@ class Workspace:
         rows = self.blocks * ROWS
         return rows, rows, rows * self.width, self.order
 
-    def allocate(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def allocate(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """Those, in one piece of memory."""
         whole = torch.empty(sum(self.sizes), dtype=torch.float32, device=device)
         rows, delta, sums, order = whole.split(self.sizes)
-        return rows, delta, sums.view(-1, SUM_COLUMNS), order.view(torch.int32)
+        return rows, delta, sums.view(-1, SUM_COLUMNS), order.view(torch.int32) if self.order else None
