@@ -67,7 +67,7 @@ def forward_kernel(
     scale: tl.float32, sink, seed, threshold: tl.int32, kept_scale: tl.float32,
     given,
     keep: tl.constexpr, change: tl.constexpr,
-    GROUP: tl.constexpr, PACK: tl.constexpr, NEGATIVE: tl.constexpr,
+    GROUP: tl.constexpr, PACK: tl.constexpr, SCALED: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BQ: tl.constexpr, BK: tl.constexpr,
     LOW: tl.constexpr, HIGH: tl.constexpr, LISTS: tl.constexpr, CAREFUL: tl.constexpr,
@@ -130,17 +130,17 @@ def forward_kernel(
     if LOW or keep is not None:
         acc, m, l = attend(
             acc, m, l, q, keys, rows, where, start, full_start, listed, scale, dropout, given, keep, change,
-            D, DV, BLOCK_D, BLOCK_DV, BK, LISTS, True, NEGATIVE, LOW, CAREFUL, VECTOR, PRECISION,
+            D, DV, BLOCK_D, BLOCK_DV, BK, LISTS, True, SCALED, LOW, CAREFUL, VECTOR, PRECISION,
         )  # fmt: skip
     if LISTS or keep is None:
         acc, m, l = attend(
             acc, m, l, q, keys, rows, where, full_start, full_stop, listed, scale, dropout, given, None, change,
-            D, DV, BLOCK_D, BLOCK_DV, BK, LISTS, False, NEGATIVE, LOW, CAREFUL, VECTOR, PRECISION,
+            D, DV, BLOCK_D, BLOCK_DV, BK, LISTS, False, SCALED, LOW, CAREFUL, VECTOR, PRECISION,
         )  # fmt: skip
     if not LISTS:
         acc, m, l = attend(
             acc, m, l, q, keys, rows, where, full_stop, stop, listed, scale, dropout, given, keep, change,
-            D, DV, BLOCK_D, BLOCK_DV, BK, LISTS, True, NEGATIVE, LOW, CAREFUL, VECTOR, PRECISION,
+            D, DV, BLOCK_D, BLOCK_DV, BK, LISTS, True, SCALED, LOW, CAREFUL, VECTOR, PRECISION,
         )  # fmt: skip
 
     # a row that saw a key has l >= 1, or NaN
@@ -179,10 +179,13 @@ def attend(
     acc, m, l, q, keys, rows, where, begin, end, listed, scale, dropout, given,
     keep: tl.constexpr, change: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BK: tl.constexpr,
-    LISTS: tl.constexpr, MASKED: tl.constexpr, NEGATIVE: tl.constexpr, LOW: tl.constexpr, CAREFUL: tl.constexpr,
+    LISTS: tl.constexpr, MASKED: tl.constexpr, SCALED: tl.constexpr, LOW: tl.constexpr, CAREFUL: tl.constexpr,
     VECTOR: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The state of the rows after the columns [begin, end), or after these steps of a list."""
+    """The state of the rows after the columns [begin, end), or after these steps of a list.
+
+    SCALED: scores are scaled one by one, as a scale that is not positive wants it.
+    """
     k_start, v_start, k_offsets, v_offsets, k_n, v_n = keys
     position, begins, ends = rows
     sequence, head, token_q, token_k, length_q, length_k = where
@@ -198,7 +201,7 @@ def attend(
         if change is not None:
             near_i, near_j = nearest(i, length_q), nearest(j, length_k)
             s = change(s * scale, near_i, near_j, where, given)
-        elif MASKED or NEGATIVE:
+        elif SCALED:
             s = s * scale
         if MASKED:
             show = visible(j, begins[:, None], ends[:, None], LOW)
@@ -206,8 +209,9 @@ def attend(
                 near_i, near_j = nearest(i, length_q), nearest(j, length_k)
                 show = show & keep(near_i, near_j, where, given)
             s = tl.where(show, s, float("-inf"))
-        if change is None and not (MASKED or NEGATIVE):
-            # the maximum may be scaled instead of every score, which is then scaled and shifted at once
+        if change is None and not SCALED:
+            # The maximum is scaled instead of every score, which is then scaled and shifted at once. What is hidden
+            # stays at minus infinity, since the scale is positive.
             top = tl.maximum(m, tl.max(s, 1) * scale)
             shift = tl.where(top == float("-inf"), 0.0, top)
             p = tl.exp2(s * scale - shift[:, None])
@@ -288,6 +292,6 @@ def _launcher(call: Call, *tensors: Tensor) -> Launcher:
     )  # fmt: skip
     constants = {
         "keep": call.semantics.keep, "change": call.semantics.change, "PACK": call.pack,
-        "NEGATIVE": problem.scale < 0, "WIDE": call.wide(*tensors), "VECTOR": vector,
+        "SCALED": problem.scale <= 0, "WIDE": call.wide(*tensors), "VECTOR": vector,
     }  # fmt: skip
     return Launcher(forward_kernel, programs, rest, constants | call.constants(tile))
