@@ -88,6 +88,7 @@ TABLE = (
     Row(HOPPER, QUERIES, 128, 16, (*REGULAR, "changed"), Tile(128, 64, 8, 3), H200),
     Row(HOPPER, QUERIES, 256, 16, ("plain",), Tile(32, 64, 4, 2), H200),
     Row(HOPPER, QUERIES, 256, 16, REGULAR, Tile(32, 64, 4, 2)),
+    Row(HOPPER, GRADIENT, 128, 16, ANY, Tile(64, 64, 4, 1)),
     Row(CDNA3, FORWARD, 128, 16, ANY, Tile(64, 32, 8, 2)),
     Row(CDNA3, KEYS, 64, 16, ("changed",), Tile(16, 64, 4, 2)),
     Row(CDNA3, KEYS, 128, 16, ANY, Tile(16, 64, 4, 2)),
