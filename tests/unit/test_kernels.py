@@ -1,5 +1,6 @@
 """What schedules say that their kernels move and compute, held against the kernels and against plain enumeration."""
 
+import bisect
 import os
 import subprocess
 import sys
@@ -8,10 +9,12 @@ from collections import Counter
 import pytest
 import torch
 from hypothesis import example, given, settings, strategies
+from triton import jit, language
 
 import onchip
 from onchip import dispatch, masks, scores
 from onchip.attention import _bind
+from onchip.gpu.parts import find_slot
 from onchip.masks import Band
 from onchip.model.eager import Recorder
 from onchip.schedules import dense, hopper, tiled, triton
@@ -132,6 +135,37 @@ def test_triton_moves_what_it_says_whatever_is_drawn(spec):
 @interpreted
 def test_triton_moves_what_it_says_behind_a_length():
     check(Spec(((1, 1), (33, 70)), layout="padded", causal=True))
+
+
+@interpreted
+@settings(max_examples=10)
+@given(
+    strategies.lists(strategies.integers(0, 40), max_size=70),
+    strategies.integers(0, 30),
+    strategies.sampled_from((1, 3)),
+)
+@example([1, 0, 17] * 370, 5, 1)
+def test_slots_are_found_among_any_number_of_sequences(lengths, tail, pack):
+    cu = torch.tensor([0, *lengths]).cumsum(0).int()
+    batch, tokens, block = len(lengths), sum(lengths) + tail, 16
+    firsts = [int(offset) * pack // block + number for number, offset in enumerate(cu)]
+    wanted = []
+    for slot in range(tokens * pack // block + batch + 1):
+        sequence = bisect.bisect_right(firsts, slot) - 1
+        wanted.append((sequence, slot - firsts[sequence]))
+    found = torch.full((len(wanted), 2), -1)
+    slots_kernel[(len(wanted),)](cu, found, tokens, batch, pack, block)
+    assert found.tolist() == [list(pair) for pair in wanted]
+
+
+@jit
+def slots_kernel(
+    cu, found, tokens: language.int32, batch: language.int32, PACK: language.constexpr, BLOCK: language.constexpr
+):
+    slot = language.program_id(0)
+    sequence, tile = find_slot(slot, cu, tokens, batch, PACK, BLOCK)
+    language.store(found + 2 * slot, sequence)
+    language.store(found + 2 * slot + 1, tile)
 
 
 @compiled

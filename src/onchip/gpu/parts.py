@@ -36,15 +36,31 @@ def find_slot(slot, cu, tokens, batch, PACK: tl.constexpr, BLOCK: tl.constexpr):
     Sequence b owns the slots from cu[b] * PACK // BLOCK + b on, which is always enough for its rows. What lies behind
     the last offset counts as one more sequence, number `batch`.
     """
-    low = slot * 0
-    high = low + batch.to(tl.int32) + 1
+    return find_among(slot, cu, tokens, batch, tl.arange(0, 32), PACK, BLOCK)
+
+
+@triton.jit
+def find_among(slot, cu, tokens, batch, lanes, PACK: tl.constexpr, BLOCK: tl.constexpr):
+    """`find_slot` with lanes 0 to 31, which look at so many sequences at once: loads that wait for loads take long."""
+    last = batch.to(tl.int32)
+    low = slot.to(tl.int32) * 0
+    high = low + last + 1
+    first = first_slot(cu, low, tokens, PACK, BLOCK)
     while high - low > 1:
-        middle = (low + high) // 2
-        begins = offset_of(cu, middle, tokens).to(tl.int64) * PACK // BLOCK + middle <= slot
-        low = tl.where(begins, middle, low)
-        high = tl.where(begins, high, middle)
-    first = offset_of(cu, low, tokens).to(tl.int64) * PACK // BLOCK + low
+        step = (high - low + 31) // 32
+        places = low + lanes * step
+        firsts = first_slot(cu, tl.minimum(places, last), tokens, PACK, BLOCK)
+        begins = (places < high) & (firsts <= slot)
+        # they begin in order, and the one at `low` counts as begun
+        low += tl.maximum(tl.sum(begins.to(tl.int32), 0) - 1, 0) * step
+        high = tl.minimum(low + step, high)
+        first = tl.maximum(first, tl.max(tl.where(begins, firsts, first), 0))
     return low, (slot - first).to(tl.int32)
+
+
+@triton.jit
+def first_slot(cu, number, tokens, PACK: tl.constexpr, BLOCK: tl.constexpr):
+    return (offset_of(cu, number, tokens).to(tl.int64) * PACK // BLOCK).to(tl.int32) + number
 
 
 @triton.jit

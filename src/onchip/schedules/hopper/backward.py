@@ -26,9 +26,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from onchip.gpu.parts import band_of, extent, find_slot, nearest
+from onchip.gpu.parts import band_of, extent, find_among, find_slot, nearest
 from onchip.schedules.hopper.dropout import afresh, alive, dropped_turned, loaded_dropout, without
-from onchip.schedules.hopper.forward import VECTOR, arrive, copy_values
+from onchip.schedules.hopper.forward import VECTOR, arrive, copy_values, lanes
 from onchip.schedules.hopper.names import add_tile, load_tile, store_tile
 from onchip.schedules.hopper.special import exp2
 
@@ -80,7 +80,7 @@ def columns_of(sizes, layout, bounds):
     cu_q, cu_k, used_q, used_k = layout
     low, high, low_aligned, high_aligned, lows, highs = bounds
     if cu_k is not None:
-        b, tile = find_slot(number % tiles, cu_k, length_k, batch, 1, COLUMNS)
+        b, tile = find_among(number % tiles, cu_k, length_k, batch, lanes(), 1, COLUMNS)
         h = number // tiles
         first = tile * COLUMNS
     else:

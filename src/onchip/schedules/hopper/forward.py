@@ -40,7 +40,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from onchip.gpu.call import empty_results, on_device
 from onchip.gpu.launcher import PerProblem
-from onchip.gpu.parts import band_of, extent, find_slot, nearest
+from onchip.gpu.parts import band_of, extent, find_among, nearest
 from onchip.problem import Problem
 from onchip.schedules.hopper.dropout import afresh, dropped, loaded_dropout, without
 from onchip.schedules.hopper.launch import Prepared, expressible, prepare
@@ -103,6 +103,13 @@ def following(slot, phase, STAGES: gl.constexpr):
 
 
 @gluon.jit
+def lanes():
+    """0 to 31, in every warp."""
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    return gl.arange(0, 32, layout=layout)
+
+
+@gluon.jit
 def first_row(
     number, batch, heads, length_q, tiles, section, cu_q, PACK: gl.constexpr, ROWS: gl.constexpr, HIGH: gl.constexpr
 ):
@@ -115,7 +122,7 @@ def first_row(
         slot = number % tiles
         if HIGH:
             slot = tiles - 1 - slot
-        b, tile = find_slot(slot, cu_q, length_q, batch, PACK, ROWS)
+        b, tile = find_among(slot, cu_q, length_q, batch, lanes(), PACK, ROWS)
         h = number // tiles
     else:
         whole = section * tiles
