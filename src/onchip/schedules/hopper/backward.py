@@ -186,6 +186,9 @@ def is_first(order, block, turn, ORDERED: gl.constexpr):
 
     In order, `order` counts the programs that are done with the block. Otherwise 1 says that somebody is about to fill
     it, and 2 that it is filled. Without `order` zeros stand there.
+
+    Nobody waits for ever: the programs of a head come to its blocks in one order, and what keeps a program from filling
+    a block that it has claimed is at most its other warp, which waits for a block before that one.
     """
     if order is None:
         first = False
