@@ -33,7 +33,7 @@ ROWS = [
 ]  # fmt: skip
 # loads and stores of local memory in loops that make products, above head dim 64
 MOST_SPILLS = {"softcap": 140, "alibi": 120}
-FEW_SPILLS = 8
+HELD_SPILLS = 4  # where half of v is in registers
 # Triton whose code the kernels were measured with. Newer ones take more registers: spills are bounded, and beyond head
 # dim 192 products may wait for each other.
 MEASURED = triton.__version__.startswith("3.6")
@@ -49,7 +49,8 @@ def test_compiles(feature, dims, dtype, deterministic):
     first, main, last = (aot.compile_launch(launch, "sm_90") for launch in launches)
     assert first.spills == last.spills == 0, (first, last)
     narrow = max(dims) <= 64
-    most = 0 if narrow else MOST_SPILLS.get(feature, FEW_SPILLS)
+    held = not narrow and max(dims) <= 128 and feature != "dropout"
+    most = 0 if narrow else MOST_SPILLS.get(feature, HELD_SPILLS if held else 0)
     assert main.spills_at_products <= (most if MEASURED else most + 110), main
     assert main.shared <= aot.SHARED_LIMITS["sm_90"], main
     assert main.units == "wgmma.mma_async", main

@@ -60,6 +60,7 @@ def find_among(slot, cu, tokens, batch, lanes, PACK: tl.constexpr, BLOCK: tl.con
 
 @triton.jit
 def first_slot(cu, number, tokens, PACK: tl.constexpr, BLOCK: tl.constexpr):
+    """The first slot that a sequence owns."""
     return (offset_of(cu, number, tokens).to(tl.int64) * PACK // BLOCK).to(tl.int32) + number
 
 
@@ -222,6 +223,22 @@ def multiply(a, b, accumulator, PRECISION: tl.constexpr):
 
 
 # Scores and weights
+
+
+@triton.jit
+def row_values(o, do, lse, due, BASE2: tl.constexpr):
+    """LSE and delta of rows as weights and their gradients want them: delta = sum(do * o) - due.
+
+    `due` is the gradient of the LSE, or None. A row that saw nothing, whose LSE is minus infinity, has plus infinity
+    here, so that its weights are 0. Its output is 0, and what gradient arrives there does not matter.
+    """
+    delta = tl.sum(tl.where(o == 0.0, 0.0, o.to(tl.float32) * do.to(tl.float32)), 1)
+    if due is not None:
+        delta -= due
+    dead = lse == float("-inf")
+    if BASE2:
+        lse = lse * LOG2E
+    return tl.where(dead, float("inf"), lse), tl.where(dead, 0.0, delta)
 
 
 @triton.jit

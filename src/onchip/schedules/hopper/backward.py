@@ -26,7 +26,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from onchip.gpu.parts import band_of, extent, find_among, find_slot, nearest
+from onchip.gpu.parts import band_of, extent, find_among, find_slot, nearest, row_values
 from onchip.schedules.hopper.dropout import afresh, alive, dropped_turned, loaded_dropout, without
 from onchip.schedules.hopper.forward import VECTOR, arrive, copy_values, lanes
 from onchip.schedules.hopper.names import add_tile, load_tile, store_tile
@@ -208,7 +208,7 @@ def is_first(order, block, turn, ORDERED: gl.constexpr):
 
 @gluon.jit
 def leave(dq_desc, row, tile, first):
-    """A tile of dq, by TMA."""
+    """A tile of dq by TMA, to a block that holds nothing or to sums."""
     if first:
         store_tile(dq_desc, [row, 0], tile)
     else:
@@ -825,10 +825,7 @@ def prepare_kernel(
     batch: tl.int32, heads: tl.int32, length_q: tl.int32, slots: tl.int32, cu_q, used_q,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr,
 ):  # fmt: skip
-    """Delta, the LSE in base 2 (infinity for rows that see nothing, or do not exist), and zeros.
-
-    These for dQ or, with `order`, for the mark of a block that nobody has filled yet.
-    """
+    """Delta and LSE of `parts.row_values`, and zeros: for dQ or, with `order`, as marks of blocks yet to be filled."""
     number = tl.program_id(0)
     b, h, first, q_of = block_at(number, heads, slots, length_q, batch, cu_q, used_q)
     token, room, length = q_of
@@ -839,18 +836,17 @@ def prepare_kernel(
     row = (token + i).to(tl.int64)[:, None]
     o_start = out + (b.to(tl.int64) * o_b + h.to(tl.int64) * o_h) * VECTOR
     do_start = grad_out + (b.to(tl.int64) * do_b + h.to(tl.int64) * do_h) * VECTOR
-    o = tl.load(o_start + row * o_n * VECTOR + d[None, :], mask=inside, other=0.0).to(tl.float32)
+    o = tl.load(o_start + row * o_n * VECTOR + d[None, :], mask=inside, other=0.0)
     do = tl.load(do_start + row * do_n * VECTOR + d[None, :], mask=inside, other=0.0)
-    total = tl.sum(tl.where(o == 0.0, 0.0, o * do.to(tl.float32)), 1)
     place = b.to(tl.int64) * lse_b + h.to(tl.int64) * lse_h + token + i
+    due = None
     if grad_lse is not None:
-        due = grad_lse + b.to(tl.int64) * dlse_b + h.to(tl.int64) * dlse_h + (token + i).to(tl.int64) * dlse_n
-        total -= tl.load(due, mask=there, other=0.0)
-    found = tl.load(lse + place, mask=there, other=float("-inf"))
-    dead = found == float("-inf")
+        dues = grad_lse + b.to(tl.int64) * dlse_b + h.to(tl.int64) * dlse_h + (token + i).to(tl.int64) * dlse_n
+        due = tl.load(dues, mask=there, other=0.0)
+    found, total = row_values(o, do, tl.load(lse + place, mask=there, other=float("-inf")), due, True)
     to = number.to(tl.int64) * 64 + tl.arange(0, 64)
-    tl.store(rows + to, tl.where(dead, float("inf"), found * 1.4426950408889634))
-    tl.store(delta + to, tl.where(dead, 0.0, total))
+    tl.store(rows + to, found)
+    tl.store(delta + to, total)
     if order is None:
         zeros = number.to(tl.int64) * (64 * D) + tl.arange(0, 64 * D)
         tl.store(sums + zeros, tl.zeros([64 * D], tl.float32))

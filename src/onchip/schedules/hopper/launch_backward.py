@@ -17,11 +17,9 @@ from onchip.schedules.hopper.backward import finish_kernel, narrow_kernel, prepa
 from onchip.schedules.hopper.launch import PANEL, ROWS, VECTOR, Call, described, expressible, moved, width
 from onchip.schedules.hopper.tiles import BACKWARD
 from onchip.schedules.hopper.widest import widest_kernel
-from onchip.schedules.hopper.workspace import SUM_COLUMNS, Workspace
+from onchip.schedules.hopper.workspace import NARROW, SUM_COLUMNS, WIDE, Workspace
 from onchip.schedules.triton.backward import backward as portable_backward
 
-NARROW, WIDE = 64, 128
-"""Up to these head dims dQ has a warpgroup of its own; and one pass over the rows makes both gradients of columns."""
 SECTION_ROWS = 32768
 """Keys of the heads that are worked on at one time under a band that ends at the diagonal."""
 ORDERED_HEADS = 8

@@ -10,8 +10,10 @@ from onchip.schedules.hopper.launch import ROWS, Call, width
 
 SUM_COLUMNS = 32
 """Of the matrix that TMA sees the sums as."""
-WIDE, WIDEST, FEW_KEYS = 64, 128, 4096
-"""Widths of rows, above and up to, and keys of a sequence, up to, for which `Workspace` has programs claim blocks."""
+NARROW, WIDE = 64, 128
+"""Up to these head dims dQ has a warpgroup of its own; and one pass over the rows makes both gradients of columns."""
+FEW_KEYS = 4096
+"""Up to so many keys, between those head dims, programs claim blocks of dQ."""
 
 
 class Workspace:
@@ -38,7 +40,7 @@ class Workspace:
         Against zeros for all this spares a write of every sum, up to a twentieth of a backward of few keys. Of many
         keys programs wait for each other as long, and of narrow heads they wait longer.
         """
-        return WIDE < self.width <= WIDEST and problem.length_k <= FEW_KEYS
+        return NARROW < self.width <= WIDE and problem.length_k <= FEW_KEYS
 
     @property
     def sizes(self) -> tuple[int, int, int, int]:

@@ -42,6 +42,7 @@ from onchip.gpu.parts import (
     nearest,
     offsets_of,
     range_of,
+    row_values,
     start_of,
     store_tile,
     visible,
@@ -74,11 +75,7 @@ def delta_kernel(
     DV: tl.constexpr, BLOCK_DV: tl.constexpr, BQ: tl.constexpr, BASE2: tl.constexpr, WIDE: tl.constexpr,
     VECTOR: tl.constexpr,
 ):  # fmt: skip
-    """delta and LSE of each row, and of those that fill up the last tile.
-
-    A row that saw nothing has an output of 0, and what gradient arrives there does not matter. It has LSE plus infinity
-    here, and so has one that does not exist, so that its weights are 0.
-    """
+    """delta and LSE of each row, and of those that fill up the last tile, which see nothing; see `parts.row_values`."""
     program = tl.program_id(0)
     tile = program % tiles
     h = (program // tiles) % heads
@@ -90,21 +87,18 @@ def delta_kernel(
     do_offsets = offsets_of(r, 0, do_h, do_n, do_d, BLOCK_DV, 1, WIDE, VECTOR)
     o_start = start_of(out, b, h, first, o_b, o_h, o_n, VECTOR)
     do_start = start_of(grad_out, b, h, first, do_b, do_h, do_n, VECTOR)
-    o = load_tile(o_start, o_offsets, exists, True, DV, BLOCK_DV).to(tl.float32)
+    o = load_tile(o_start, o_offsets, exists, True, DV, BLOCK_DV)
     do = load_tile(do_start, do_offsets, exists, True, DV, BLOCK_DV)
-    total = tl.sum(tl.where(o == 0.0, 0.0, o * do.to(tl.float32)), 1)
     place = b.to(tl.int64) * lse_b + h.to(tl.int64) * lse_h + first + r
+    due = None
     if grad_lse is not None:
         row = (first + r).to(tl.int64)
-        due = grad_lse + b.to(tl.int64) * dlse_b + h.to(tl.int64) * dlse_h + row * dlse_n
-        total -= tl.load(due, mask=exists, other=0.0)
-    found = tl.load(lse + place, mask=exists, other=float("-inf"))
-    dead = found == float("-inf")
-    if BASE2:
-        found = found * LOG2E
+        dues = grad_lse + b.to(tl.int64) * dlse_b + h.to(tl.int64) * dlse_h + row * dlse_n
+        due = tl.load(dues, mask=exists, other=0.0)
+    found, total = row_values(o, do, tl.load(lse + place, mask=exists, other=float("-inf")), due, BASE2)
     to = program.to(tl.int64) * BQ + r
-    tl.store(row_lse + to, tl.where(dead, float("inf"), found))
-    tl.store(row_delta + to, tl.where(dead, 0.0, total))
+    tl.store(row_lse + to, found)
+    tl.store(row_delta + to, total)
 
 
 @triton.jit

@@ -71,7 +71,7 @@ ANY: tuple[str, ...] = ()
 REGULAR = ("plain", "band", "grouped")
 AMPERE, HOPPER, CDNA3 = ("sm_80", "sm_86", "sm_89"), ("sm_90",), ("gfx942",)
 TABLE = (
-    # `onchip tune`, but for what says otherwise; a kernel of columns that has few rows spills least
+    # wgmma takes 64 rows of a product for four warps
     Row(HOPPER, FORWARD, 64, 16, REGULAR, Tile(128, 64, 8, 3), H200),
     Row(HOPPER, FORWARD, 64, 16, ("changed",), Tile(64, 64, 4, 2), H200),
     Row(HOPPER, FORWARD, 128, 16, ("plain",), Tile(128, 128, 8, 3), H200),
@@ -88,7 +88,7 @@ TABLE = (
     Row(HOPPER, QUERIES, 128, 16, (*REGULAR, "changed"), Tile(128, 64, 8, 3), H200),
     Row(HOPPER, QUERIES, 256, 16, ("plain",), Tile(32, 64, 4, 2), H200),
     Row(HOPPER, QUERIES, 256, 16, REGULAR, Tile(32, 64, 4, 2)),
-    Row(HOPPER, GRADIENT, 128, 16, ANY, Tile(64, 64, 4, 1)),
+    Row(HOPPER, GRADIENT, 128, 16, ANY, Tile(64, 64, 8, 2)),
     Row(CDNA3, FORWARD, 128, 16, ANY, Tile(64, 32, 8, 2)),
     Row(CDNA3, KEYS, 64, 16, ("changed",), Tile(16, 64, 4, 2)),
     Row(CDNA3, KEYS, 128, 16, ANY, Tile(16, 64, 4, 2)),
