@@ -315,17 +315,27 @@ def alive(seed, sequence, head, row, column_start, threshold, BK: tl.constexpr):
     k0 = k0 + w0 * 0
     k1 = k1 + w1 * 0
     for _ in tl.static_range(ROUNDS):
-        high_0 = tl.umulhi(c0, zero + m0)
-        high_1 = tl.umulhi(c2, zero + m1)
-        low_0 = c0 * m0
-        low_1 = c2 * m1
-        c0 = high_1 ^ c1 ^ k0
-        c2 = high_0 ^ c3 ^ k1
-        c1 = low_1
-        c3 = low_0
+        product_0 = c0.to(tl.uint64) * m0
+        product_1 = c2.to(tl.uint64) * m1
+        c0 = (product_1 >> 32).to(tl.uint32) ^ c1 ^ k0
+        c2 = (product_0 >> 32).to(tl.uint32) ^ c3 ^ k1
+        c1 = product_1.to(tl.uint32)
+        c3 = product_0.to(tl.uint32)
         k0 = k0 + w0
         k1 = k1 + w1
-    # lanes 0 to 7 are the low and high halves of the four words
-    even = tl.interleave(tl.interleave(c0 & 0xFFFF, c2 & 0xFFFF), tl.interleave(c1 & 0xFFFF, c3 & 0xFFFF))
-    odd = tl.interleave(tl.interleave(c0 >> 16, c2 >> 16), tl.interleave(c1 >> 16, c3 >> 16))
-    return tl.interleave(even, odd).to(tl.int32) >= threshold
+    # Lanes 0 to 7 are the low and high halves of the four words. What a draw says of its eight columns is one number:
+    # it takes an eighth of the room on its way to the threads that hold the weights. The number is a sum over a first
+    # dimension because Triton would draw again in each of those threads, four or eight times as often, but does not
+    # add again.
+    least = threshold.to(tl.uint32)
+    halves = tl.join(_pair(c0, least) | _pair(c1, least) << 2, (_pair(c2, least) | _pair(c3, least) << 2) << 4)
+    bits = tl.sum(tl.permute(halves, [2, 0, 1]), 0)
+    lane = (tl.full([8], 1, tl.uint32) << tl.arange(0, 8).to(tl.uint32))[None, None, :]
+    return tl.reshape((bits[:, :, None] & lane) != 0, [bits.shape[0], BK])
+
+
+@triton.jit
+def _pair(word, least):
+    """Two bits: whether the low half of a word is as large, and whether the high half is."""
+    low = tl.where((word & 0xFFFF) >= least, 1, 0)
+    return (low | tl.where(word >= least << 16, 2, 0)).to(tl.uint32)
