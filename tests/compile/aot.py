@@ -163,12 +163,17 @@ def specialized(launch, target):
     return Specialized(signature, constants, attributes, options.__dict__)
 
 
-def compile_launch(launch, target):
-    """The kernel of a launch, compiled for a target."""
+def made_of(launch, target):
+    """What Triton makes of the kernel of a launch, for a target."""
     given = specialized(launch, target)
     kind = GluonASTSource if launch.kernel.is_gluon() else ASTSource
     source = kind(launch.kernel, given.signature, given.constants, given.attributes)
-    made = triton.compile(source, target=TARGETS[target], options=given.options)
+    return triton.compile(source, target=TARGETS[target], options=given.options)
+
+
+def compile_launch(launch, target):
+    """The kernel of a launch, compiled for a target."""
+    made = made_of(launch, target)
     return read_hip(made) if TARGETS[target].backend == "hip" else read_cuda(made)
 
 

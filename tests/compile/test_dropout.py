@@ -1,4 +1,6 @@
-"""Dropout in Hopper's kernels: its functions are compiled and run in numpy, and what lives is what philox.keep says."""
+"""Dropout in Hopper's kernels: its functions are compiled and run in numpy, and what lives is what philox.keep says.
+
+Of the portable kernels, how often they draw."""
 
 from dataclasses import replace
 from functools import cache
@@ -15,6 +17,7 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from onchip import philox
 from onchip.schedules.hopper.dropout import afresh, alive, dropped, dropped_turned, key_of, without
 from tests.compile import aot, ptx
+from tests.compile.rows import TWO, Spec
 from tests.compile.test_hopper import FEATURES, MEASURED
 
 ONE = 0x3F80  # in bfloat16
@@ -132,3 +135,14 @@ def test_the_forward_compiles(feature, dims, dtype, spills):
     assert made.units == "wgmma.mma_async" and made.serialized == 0 and made.overwritten == (), made
     assert made.shared <= aot.SHARED_LIMITS["sm_90"], made
     assert launch.keywords["REGISTERS"] in made.handed, made
+
+
+def test_portable_kernels_draw_once_for_eight_columns():
+    """Not in each of the threads that hold some of the eight, four of them or eight."""
+    launches = aot.launches_of(Spec(TWO, heads=(2, 2), dims=(64, 64), dropout_p=0.1), torch.bfloat16, "sm_90")
+    for launch in launches[:1] + launches[2:]:
+        rows, columns, warps, _ = launch.tile
+        draws = rows * columns // 8 // (32 * warps)
+        products = aot.made_of(launch, "sm_90").asm["ptx"].count("mul.wide.u32")
+        # in a loop with a mask, and in one without
+        assert 0 < products <= 2 * (2 * philox.ROUNDS * draws), launch.name
