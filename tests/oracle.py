@@ -238,7 +238,7 @@ def slack(problem, ref, d_out):
     The terms of a sum round by eps, however small the sum (`term_sizes`). The exponential of a vector library errs by
     a unit of float32, where that of the standard computation may happen to be exact on few scores. And a backward that
     stores only the LSE, as float32 rounds it, recomputes every weight with a relative error of half the spacing of that
-    number.
+    number, and of as much again where weights are powers of 2, since the LSE is rounded once more in that base.
     """
     eps = 1e-12 if problem.dtype == torch.float64 else torch.finfo(problem.dtype).eps
     sizes = term_sizes(problem, d_out)
@@ -246,7 +246,7 @@ def slack(problem, ref, d_out):
     if problem.dtype != torch.float64:
         for name in ("out", "d_value"):
             slacks[name] += torch.finfo(torch.float32).eps * sizes[name]
-        weight = torch.finfo(torch.float32).eps / 2 * largest(ref.lse)
+        weight = torch.finfo(torch.float32).eps * largest(ref.lse)
         for name, gradient in ref.gradients.items():
             slacks["d_" + name] += weight * largest(gradient)
     return slacks
