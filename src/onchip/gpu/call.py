@@ -145,10 +145,12 @@ class Call:
         residual: what a mask says beyond a band, a node of its spec, or None.
         lists: whether kernels walk over lists of blocks. pack: how many query heads of a group stand in one tile.
         capped, capped_slope: the softcap that the kernels call, and its derivative.
+        in_eights: whether the kernels name columns in eights, so that biases and masks are read in vectors.
     """
 
     lists = False
     pack = 1
+    in_eights = False
     capped: Any = parts.capped
     capped_slope: Any = parts.capped_slope
 
@@ -163,9 +165,19 @@ class Call:
         steps = tuple(node for node in scores if node[0] != "sink")
         dense = (place for place, tensor in enumerate(self.tensors) if tensor.dim() and tensor.stride(-1) == 1)
         wide = frozenset(place for place in dense if self.tensors[place].shape[-1] > 1)
-        self.semantics: Semantics = semantics(self.residual, steps, self.packed, wide, self.capped, self.capped_slope)
+        eights = frozenset(place for place in wide if self.in_eights and self._lies_in_eights(self.tensors[place]))
+        self.semantics: Semantics = semantics(
+            self.residual, steps, self.packed, wide, eights, self.capped, self.capped_slope
+        )
         sink = sink_of(problem.scores)
         self.sink = None if sink is None else sink.contiguous()
+
+    def _lies_in_eights(self, tensor: Tensor) -> bool:
+        """Whether eight columns of a tensor of pairs lie in a row from every multiple of 8 on, and none is missing."""
+        if self.packed or self.problem.length_k % 8 or tensor.shape[-1] != self.problem.length_k:
+            return False
+        strides = zip(tensor.shape[:-1], tensor.stride()[:-1], strict=True)
+        return all(size == 1 or stride % 8 == 0 for size, stride in strides)
 
     def tile(self, kernel: str) -> Tile:
         """The tile of a kernel."""
@@ -353,9 +365,11 @@ def _spread(tensor: Tensor, role: str) -> list[Any]:
     """A tensor as a pointer and the strides that its role needs, 0 where it broadcasts."""
     if tensor.dtype == torch.bool:
         tensor = tensor.view(torch.uint8)
-    if role == "pair":
+    if role in ("pair", "eights"):
         tensor = rank4(tensor)
         strides = [stride if size > 1 else 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)]
+        if role == "eights":
+            return [tensor, *(coded(stride // 8) for stride in strides[:3])]
         return [tensor, *map(coded, (*strides, max(1, tensor.shape[2]), max(1, tensor.shape[3])))]
     last = tensor.stride(-1) if tensor.shape[-1] > 1 else 0
     first = tensor.stride(0) if tensor.dim() == 2 and tensor.shape[0] > 1 else 0

@@ -264,6 +264,25 @@ def nearest(index, length):
 
 
 @triton.jit
+def nearest_column(index, length, EIGHTS: tl.constexpr):
+    """`nearest`, by whole eights if EIGHTS: then tensors have columns to a multiple of 8, and eight of them in a row
+    remain eight in a row, as the compiler can tell."""
+    if EIGHTS:
+        near = tl.minimum(index // 8, tl.maximum(length - 1, 0) // 8) * 8 + index % 8
+    else:
+        near = nearest(index, length)
+    return near
+
+
+@triton.jit
+def multiple(step, BLOCK: tl.constexpr, EIGHTS: tl.constexpr):
+    """A step of a loop, which is a multiple of BLOCK, so that the compiler can tell if EIGHTS."""
+    if EIGHTS:
+        step = step // BLOCK * BLOCK
+    return step
+
+
+@triton.jit
 def capped(s, cap):
     """cap * tanh(s / cap), exact to a few units in the last place of float32.
 

@@ -8,9 +8,9 @@ A kernel takes up to three functions as constants and one tuple `given` of what 
 
 `where` is (b, h, token_q, token_k, length_q, length_k): the sequence and the query head (int64), the sequence's first
 tokens and its lengths. i, j and h have any shapes that broadcast against each other. Source depends on structure alone
-(the spec of onchip/lowering.py, and which tensors lie densely along their columns), so equal structures share kernels,
-in this process and on disk. Triton compiles a kernel anew for an int that becomes 1 or a multiple of 16, so ints travel
-as odd numbers beyond 2**40 (`coded`, `decoded`).
+(the spec of onchip/lowering.py, and which tensors lie densely along their columns, or in eights), so equal structures
+share kernels, in this process and on disk. Triton compiles a kernel anew for an int that becomes 1 or a multiple of 16,
+so ints travel as odd numbers beyond 2**40 (`coded`, `decoded`).
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ class Semantics:
     """Functions of one structure, and what `given` holds for them.
 
     `reads` lists ("tensor", place, role), ("integer", place) and ("real", place): places in the problem's lowered
-    lists. A role says which strides follow the pointer: "pair", "head", "row" or "column".
-    `hides` says that a step may give minus infinity.
+    lists. A role says which strides follow the pointer: "pair", "eights", "head", "row" or "column".
+    `hides` says that a step may give minus infinity, `eights` that columns have to come in eights, see `Emitter`.
     """
 
     keep: Any
@@ -58,13 +58,21 @@ class Semantics:
     differentiate: Any
     reads: Reads
     hides: bool
+    eights: bool
 
 
 class Emitter:
-    """Writes expressions and remembers what they read."""
+    """Writes expressions and remembers what they read.
 
-    def __init__(self, packed: bool, dense: frozenset[int] = frozenset()) -> None:
-        self._packed, self._dense = packed, dense
+    Args:
+        dense: places of tensors whose last stride is 1.
+        eights: places of those that are read in vectors: their other strides are multiples of 8, and so is the number
+            of their columns, of which j names eight in a row, from a multiple of 8 on. Strides are counted in eights,
+            so that the compiler knows as much.
+    """
+
+    def __init__(self, packed: bool, dense: frozenset[int] = frozenset(), eights: frozenset[int] = frozenset()) -> None:
+        self._packed, self._dense, self._eights = packed, dense, eights
         self.reads: list[tuple[Any, ...]] = []
         self._slots: dict[tuple[Any, ...], int] = {}
         self._count = 0
@@ -98,7 +106,14 @@ class Emitter:
         slot = self._slot(("tensor", place, "column"), 3)
         return f"tl.load(given[{slot}] + b * {decoded(slot + 1)} + (token_k + j).to(tl.int64) * {decoded(slot + 2)})"
 
-    def pair(self, place: int, i: str = "i", j: str = "j") -> str:
+    def pair(self, place: int) -> str:
+        if place not in self._eights:
+            return self.entry(place, "i", "j")
+        slot = self._slot(("tensor", place, "eights"), 4)
+        b, h, q = (decoded(slot + n) for n in range(1, 4))
+        return f"tl.load(given[{slot}] + (b * {b} + h * {h} + i.to(tl.int64) * {q}) * 8 + j)"
+
+    def entry(self, place: int, i: str, j: str) -> str:
         slot = self._slot(("tensor", place, "pair"), 7)
         b, h, q, k, rows, columns = (decoded(slot + n) for n in range(1, 7))
         if self._packed:
@@ -142,7 +157,7 @@ class Emitter:
         return f"({self.row(query_ids)} == {self.column(key_ids)})"
 
     def _blocks(self, kept: int, size_q: int, size_k: int) -> str:
-        return f"({self.pair(kept, f'(i // {self.integer(size_q)})', f'(j // {self.integer(size_k)})')} != 0)"
+        return f"({self.entry(kept, f'(i // {self.integer(size_q)})', f'(j // {self.integer(size_k)})')} != 0)"
 
     def _tensor(self, kept: int) -> str:
         return f"({self.pair(kept)} != 0)"
@@ -169,14 +184,19 @@ class Emitter:
 
 @lru_cache(maxsize=1024)
 def semantics(
-    mask: Node, scores: tuple[Node, ...], packed: bool, dense: frozenset[int], capped: Any, capped_slope: Any
+    mask: Node,
+    scores: tuple[Node, ...],
+    packed: bool,
+    dense: frozenset[int],
+    eights: frozenset[int],
+    capped: Any,
+    capped_slope: Any,
 ) -> Semantics:
     """The functions of a residual mask (a node of a spec, or None) and of score steps in order, without a sink.
 
-    `dense` holds the places of tensors whose last stride is 1. `capped` is the jitted softcap of a score,
-    `capped_slope` its derivative.
+    `dense` and `eights` are as for `Emitter`. `capped` is the jitted softcap of a score, `capped_slope` its derivative.
     """
-    emitter = Emitter(packed, dense)
+    emitter = Emitter(packed, dense, eights)
     keep = None if mask is None else _function("keep", ARGUMENTS, [f"return {emitter.mask(mask)}"])
     steps = [*emitter.steps(scores), "return s"]
     change = None if not scores else _function("change", f"s, {ARGUMENTS}", steps, capped=capped)
@@ -186,9 +206,9 @@ def semantics(
     if slopes:
         body = [*slopes, "return g"]
         differentiate = _function("differentiate", f"g, s, {ARGUMENTS}", body, capped_slope=capped_slope)
-    return Semantics(
-        keep, change, differentiate, tuple(emitter.reads), any(kind in ("bias", "modify") for kind, *_ in scores)
-    )
+    reads = tuple(emitter.reads)
+    hides = any(kind in ("bias", "modify") for kind, *_ in scores)
+    return Semantics(keep, change, differentiate, reads, hides, any(read[-1] == "eights" for read in reads))
 
 
 @lru_cache(maxsize=1024)

@@ -38,8 +38,10 @@ from onchip.gpu.parts import (
     listed_visits,
     load_tile,
     moved,
+    multiple,
     multiply,
     nearest,
+    nearest_column,
     offsets_of,
     range_of,
     row_values,
@@ -106,7 +108,7 @@ def score_gradient(
     a, c, da, dc, lse, delta, i, j, begins, ends, column, where, scores, dropout, given,
     keep: tl.constexpr, change: tl.constexpr, differentiate: tl.constexpr,
     BK: tl.constexpr, TURNED: tl.constexpr, MASKED: tl.constexpr, BOUNDED: tl.constexpr, CAREFUL: tl.constexpr,
-    PRECISION: tl.constexpr,
+    EIGHTS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Of a tile: the weights that dV sums, the gradient of the score after its steps and before them, what is seen.
 
@@ -120,7 +122,7 @@ def score_gradient(
     raw = s * scores
     s = raw
     if change is not None or keep is not None:
-        near_i, near_j = nearest(i, length_q), nearest(j, length_k)
+        near_i, near_j = nearest(i, length_q), nearest_column(j, length_k, EIGHTS)
     if change is not None:
         s = change(raw, near_i, near_j, where, given)
     if MASKED:
@@ -194,8 +196,8 @@ def keys_kernel(
     GROUP: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BQ: tl.constexpr, BK: tl.constexpr,
-    LOW: tl.constexpr, HIGH: tl.constexpr, LISTS: tl.constexpr, CAREFUL: tl.constexpr, EVERY: tl.constexpr,
-    WIDE: tl.constexpr, VECTOR: tl.constexpr, PRECISION: tl.constexpr,
+    LOW: tl.constexpr, HIGH: tl.constexpr, LISTS: tl.constexpr, CAREFUL: tl.constexpr, EIGHTS: tl.constexpr,
+    EVERY: tl.constexpr, WIDE: tl.constexpr, VECTOR: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dK and dV. `heads` counts key heads, `tiles` tiles of columns; scores are the products times `scores`.
 
@@ -271,13 +273,13 @@ def keys_kernel(
         dk, dv = gather(
             dk, dv, k, v, rows, begins, ends, where, first, start, masked, full_start, full_stop - full_start, listed,
             scores, dropout, given, keep, change, differentiate, D, DV, BLOCK_D, BLOCK_DV, BQ, BK, LISTS, True, HIGH,
-            CAREFUL, EVERY, VECTOR, PRECISION,
+            CAREFUL, EIGHTS, EVERY, VECTOR, PRECISION,
         )  # fmt: skip
         if LISTS or keep is None:
             dk, dv = gather(
                 dk, dv, k, v, rows, begins, ends, where, first, full_start, full_stop, full_stop, 0, listed, scores,
                 dropout, given, None, change, differentiate, D, DV, BLOCK_D, BLOCK_DV, BQ, BK, LISTS, False, HIGH,
-                CAREFUL, EVERY, VECTOR, PRECISION,
+                CAREFUL, EIGHTS, EVERY, VECTOR, PRECISION,
             )  # fmt: skip
     dk = tl.where(lives[:, None], dk * scale, 0.0)
     dv = tl.where(lives[:, None], dv * kept_scale, 0.0)
@@ -311,7 +313,7 @@ def gather(
     keep: tl.constexpr, change: tl.constexpr, differentiate: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BQ: tl.constexpr,
     BK: tl.constexpr, LISTS: tl.constexpr, MASKED: tl.constexpr, BOUNDED: tl.constexpr, CAREFUL: tl.constexpr,
-    EVERY: tl.constexpr, VECTOR: tl.constexpr, PRECISION: tl.constexpr,
+    EIGHTS: tl.constexpr, EVERY: tl.constexpr, VECTOR: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dK and dV of the columns from `first` on after the rows [begin, end), or after these steps of a list.
 
@@ -340,7 +342,7 @@ def gather(
         weight, g, ds, seen = score_gradient(
             k, q, v, do, row_lse[None, :], row_delta[None, :], position[None, :], j, begins[:, None], ends[:, None],
             first, where, scores, dropout, given, keep, change, differentiate, BK, True, MASKED, BOUNDED, CAREFUL,
-            PRECISION,
+            EIGHTS, PRECISION,
         )  # fmt: skip
         dv = multiply(weight.to(do.dtype), do, dv, PRECISION)
         dk = multiply(ds.to(q.dtype), q, dk, PRECISION)
@@ -366,7 +368,7 @@ def queries_kernel(
     GROUP: tl.constexpr, PACK: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BQ: tl.constexpr, BK: tl.constexpr,
-    LOW: tl.constexpr, HIGH: tl.constexpr, LISTS: tl.constexpr, CAREFUL: tl.constexpr,
+    LOW: tl.constexpr, HIGH: tl.constexpr, LISTS: tl.constexpr, CAREFUL: tl.constexpr, EIGHTS: tl.constexpr,
     WIDE: tl.constexpr, VECTOR: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dQ. `heads` counts groups of PACK query heads, `tiles` tiles of rows."""
@@ -432,17 +434,20 @@ def queries_kernel(
     if LOW or keep is not None:
         dq = trace_back(
             dq, q, do, row_lse, row_delta, keys, rows, where, start, full_start, listed, scores, dropout, given,
-            keep, change, differentiate, D, DV, BLOCK_D, BLOCK_DV, BK, LISTS, True, LOW, CAREFUL, VECTOR, PRECISION,
+            keep, change, differentiate, D, DV, BLOCK_D, BLOCK_DV, BK, LISTS, True, LOW, CAREFUL, EIGHTS, VECTOR,
+            PRECISION,
         )  # fmt: skip
     if LISTS or keep is None:
         dq = trace_back(
             dq, q, do, row_lse, row_delta, keys, rows, where, full_start, full_stop, listed, scores, dropout, given,
-            None, change, differentiate, D, DV, BLOCK_D, BLOCK_DV, BK, LISTS, False, LOW, CAREFUL, VECTOR, PRECISION,
+            None, change, differentiate, D, DV, BLOCK_D, BLOCK_DV, BK, LISTS, False, LOW, CAREFUL, EIGHTS, VECTOR,
+            PRECISION,
         )  # fmt: skip
     if not LISTS:
         dq = trace_back(
             dq, q, do, row_lse, row_delta, keys, rows, where, full_stop, stop, listed, scores, dropout, given,
-            keep, change, differentiate, D, DV, BLOCK_D, BLOCK_DV, BK, LISTS, True, LOW, CAREFUL, VECTOR, PRECISION,
+            keep, change, differentiate, D, DV, BLOCK_D, BLOCK_DV, BK, LISTS, True, LOW, CAREFUL, EIGHTS, VECTOR,
+            PRECISION,
         )  # fmt: skip
     dq = tl.where(sees[:, None], dq * scale, 0.0)
     dq_offsets = offsets_of(position - from_row, within, dq_h, dq_n, dq_d, BLOCK_D, PACK, WIDE, VECTOR)
@@ -455,7 +460,7 @@ def trace_back(
     dq, q, do, row_lse, row_delta, keys, rows, where, begin, end, listed, scores, dropout, given,
     keep: tl.constexpr, change: tl.constexpr, differentiate: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BK: tl.constexpr,
-    LISTS: tl.constexpr, MASKED: tl.constexpr, BOUNDED: tl.constexpr, CAREFUL: tl.constexpr,
+    LISTS: tl.constexpr, MASKED: tl.constexpr, BOUNDED: tl.constexpr, CAREFUL: tl.constexpr, EIGHTS: tl.constexpr,
     VECTOR: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dQ of the rows after the columns [begin, end), or after these steps of a list."""
@@ -464,14 +469,14 @@ def trace_back(
     sequence, head, token_q, token_k, length_q, length_k = where
     columns = tl.arange(0, BK)
     for step in range(begin, end, 1 if LISTS else BK):
-        column = listed_column(listed, step, BK) if LISTS else step
+        column = listed_column(listed, step, BK) if LISTS else multiple(step, BK, EIGHTS)
         j = column + columns
         k = load_tile(moved(k_start, column, k_n, VECTOR), k_offsets, j < length_k, MASKED, D, BLOCK_D)
         v = load_tile(moved(v_start, column, v_n, VECTOR), v_offsets, j < length_k, MASKED, DV, BLOCK_DV)
         weight, g, ds, seen = score_gradient(
             q, k, do, v, row_lse[:, None], row_delta[:, None], position[:, None], j[None, :], begins[:, None],
             ends[:, None], column, where, scores, dropout, given, keep, change, differentiate, BK, False, MASKED,
-            BOUNDED, CAREFUL, PRECISION,
+            BOUNDED, CAREFUL, EIGHTS, PRECISION,
         )  # fmt: skip
         if CAREFUL and (MASKED or change is not None):
             k = tl.where(seen[:, None], k, 0.0).to(k.dtype)
@@ -498,7 +503,7 @@ def gradient_kernel(
     GROUP: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BQ: tl.constexpr, BK: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    LOW: tl.constexpr, CAREFUL: tl.constexpr,
+    LOW: tl.constexpr, CAREFUL: tl.constexpr, EIGHTS: tl.constexpr,
     WIDE: tl.constexpr, VECTOR: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The gradient of scores, times `weigh` of the pair, summed over the extents along which `total` has one entry.
@@ -549,7 +554,8 @@ def gradient_kernel(
                 if COLUMNS:
                     start = tl.maximum(start, tile_k * BK)
                     stop = tl.minimum(stop, tile_k * BK + BK)
-                for column in range(start, stop, BK):
+                for step in range(start, stop, BK):
+                    column = multiple(step, BK, EIGHTS)
                     j = column + c
                     k_start = start_of(key, b, head // GROUP, token_k + column, k_b, k_h, k_n, VECTOR)
                     v_start = start_of(value, b, head // GROUP, token_k + column, v_b, v_h, v_n, VECTOR)
@@ -559,10 +565,15 @@ def gradient_kernel(
                     weight, g, ds, seen = score_gradient(
                         q, k, do, v, row_lse[:, None], row_delta[:, None], position[:, None], j[None, :],
                         begins[:, None], ends[:, None], column, where, scores, dropout, given, keep, change, None, BK,
-                        False, True, LOW, CAREFUL, PRECISION,
+                        False, True, LOW, CAREFUL, EIGHTS, PRECISION,
                     )  # fmt: skip
                     if weigh is not None:
-                        g *= weigh(nearest(position[:, None], count_q), nearest(j[None, :], count_k), where, weighted)
+                        g *= weigh(
+                            nearest(position[:, None], count_q),
+                            nearest_column(j[None, :], count_k, EIGHTS),
+                            where,
+                            weighted,
+                        )
                     sums += g
     target = total + (place // parts_h).to(tl.int64) * total_b + (place % parts_h).to(tl.int64) * total_h
     if ROWS and COLUMNS:

@@ -33,8 +33,10 @@ from onchip.gpu.parts import (
     listed_visits,
     load_tile,
     moved,
+    multiple,
     multiply,
     nearest,
+    nearest_column,
     offsets_of,
     range_of,
     start_of,
@@ -70,7 +72,7 @@ def forward_kernel(
     GROUP: tl.constexpr, PACK: tl.constexpr, SCALED: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BQ: tl.constexpr, BK: tl.constexpr,
-    LOW: tl.constexpr, HIGH: tl.constexpr, LISTS: tl.constexpr, CAREFUL: tl.constexpr,
+    LOW: tl.constexpr, HIGH: tl.constexpr, LISTS: tl.constexpr, CAREFUL: tl.constexpr, EIGHTS: tl.constexpr,
     WIDE: tl.constexpr, VECTOR: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Out and LSE. `heads` counts groups of PACK query heads; `tiles` the tiles of rows (slots, if packed)."""
@@ -130,17 +132,17 @@ def forward_kernel(
     if LOW or keep is not None:
         acc, m, l = attend(
             acc, m, l, q, keys, rows, where, start, full_start, listed, scale, dropout, given, keep, change,
-            D, DV, BLOCK_D, BLOCK_DV, BK, LISTS, True, SCALED, LOW, CAREFUL, VECTOR, PRECISION,
+            D, DV, BLOCK_D, BLOCK_DV, BK, LISTS, True, SCALED, LOW, CAREFUL, EIGHTS, VECTOR, PRECISION,
         )  # fmt: skip
     if LISTS or keep is None:
         acc, m, l = attend(
             acc, m, l, q, keys, rows, where, full_start, full_stop, listed, scale, dropout, given, None, change,
-            D, DV, BLOCK_D, BLOCK_DV, BK, LISTS, False, SCALED, LOW, CAREFUL, VECTOR, PRECISION,
+            D, DV, BLOCK_D, BLOCK_DV, BK, LISTS, False, SCALED, LOW, CAREFUL, EIGHTS, VECTOR, PRECISION,
         )  # fmt: skip
     if not LISTS:
         acc, m, l = attend(
             acc, m, l, q, keys, rows, where, full_stop, stop, listed, scale, dropout, given, keep, change,
-            D, DV, BLOCK_D, BLOCK_DV, BK, LISTS, True, SCALED, LOW, CAREFUL, VECTOR, PRECISION,
+            D, DV, BLOCK_D, BLOCK_DV, BK, LISTS, True, SCALED, LOW, CAREFUL, EIGHTS, VECTOR, PRECISION,
         )  # fmt: skip
 
     # a row that saw a key has l >= 1, or NaN
@@ -180,7 +182,7 @@ def attend(
     keep: tl.constexpr, change: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BK: tl.constexpr,
     LISTS: tl.constexpr, MASKED: tl.constexpr, SCALED: tl.constexpr, LOW: tl.constexpr, CAREFUL: tl.constexpr,
-    VECTOR: tl.constexpr, PRECISION: tl.constexpr,
+    EIGHTS: tl.constexpr, VECTOR: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The state of the rows after the columns [begin, end), or after these steps of a list.
 
@@ -193,20 +195,20 @@ def attend(
     columns = tl.arange(0, BK)
     i = position[:, None]
     for step in range(begin, end, 1 if LISTS else BK):
-        column = listed_column(listed, step, BK) if LISTS else step
+        column = listed_column(listed, step, BK) if LISTS else multiple(step, BK, EIGHTS)
         inside = columns < length_k - column
         j = (column + columns)[None, :]
         k = load_tile(moved(k_start, column, k_n, VECTOR), k_offsets, inside, MASKED, D, BLOCK_D)
         s = multiply(q, tl.trans(k), None, PRECISION)  # (BQ, BK)
         if change is not None:
-            near_i, near_j = nearest(i, length_q), nearest(j, length_k)
+            near_i, near_j = nearest(i, length_q), nearest_column(j, length_k, EIGHTS)
             s = change(s * scale, near_i, near_j, where, given)
         elif SCALED:
             s = s * scale
         if MASKED:
             show = visible(j, begins[:, None], ends[:, None], LOW)
             if keep is not None:
-                near_i, near_j = nearest(i, length_q), nearest(j, length_k)
+                near_i, near_j = nearest(i, length_q), nearest_column(j, length_k, EIGHTS)
                 show = show & keep(near_i, near_j, where, given)
             s = tl.where(show, s, float("-inf"))
         if change is None and not SCALED:

@@ -48,6 +48,8 @@ DELTA_ROWS = 64
 class Call(gpu.Call):
     """One problem on its way to the kernels, with lists of blocks and tiles."""
 
+    in_eights = True
+
     def __init__(self, problem: Problem, target: str | None = None) -> None:
         super().__init__(problem, target)
         self.lists = self.residual is not None and not self.packed
@@ -182,7 +184,8 @@ class Call(gpu.Call):
             "GROUP": problem.group, "D": problem.dim_qk, "DV": problem.dim_v,
             "BLOCK_D": power_of_two(problem.dim_qk), "BLOCK_DV": self.block_dv,
             "BQ": tile.rows, "BK": tile.columns, "LOW": self.band.has_low, "HIGH": self.band.has_high,
-            "LISTS": self.lists, "CAREFUL": self.careful, "PRECISION": precision_of(problem.dtype, self.target),
+            "LISTS": self.lists, "CAREFUL": self.careful, "EIGHTS": self.semantics.eights,
+            "PRECISION": precision_of(problem.dtype, self.target),
             "num_warps": tile.warps, "num_stages": tile.stages,
         }  # fmt: skip
 
