@@ -16,11 +16,13 @@ import torch
 from triton.runtime.interpreter import InterpreterBuilder
 
 # the package has functions of these names
-forward, backward = (importlib.import_module(f"onchip.schedules.triton.{name}") for name in ("forward", "backward"))
+forward, backward, finite = (
+    importlib.import_module(f"onchip.schedules.triton.{name}") for name in ("forward", "backward", "finite")
+)
 
 NAMES = {"grad_out": "d_out", "grad_query": "d_query", "grad_key": "d_key", "grad_value": "d_value",
          "row_lse": "lse", "row_delta": "delta", "order": "lists", "counts": "lists"}  # fmt: skip
-COUNTED = {"query", "key", "value", "out", "lse", "delta", "total", *NAMES.values(), "mask", "bias", "slopes"}
+COUNTED = {"tensor", "query", "key", "value", "out", "lse", "delta", "total", *NAMES.values(), "mask", "bias", "slopes"}
 
 
 @dataclass
@@ -129,7 +131,7 @@ def counted(sides):
             ("create_exp2", counted_exponential(InterpreterBuilder.create_exp2)),
         ):
             patches.enter_context(mock.patch.object(InterpreterBuilder, name, replacement))
-        for module in (forward, backward):
+        for module in (forward, backward, finite):
             for name in dir(module):
                 if name.endswith("_kernel"):
                     hooked = _Hooked(getattr(module, name), counting)

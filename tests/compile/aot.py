@@ -25,7 +25,9 @@ from tests.problems import build
 # the packages have functions of these names
 hopper = importlib.import_module("onchip.schedules.hopper.forward")
 hopper_backward = importlib.import_module("onchip.schedules.hopper.launch_backward")
-forward, backward = (importlib.import_module(f"onchip.schedules.triton.{name}") for name in ("forward", "backward"))
+forward, backward, finite = (
+    importlib.import_module(f"onchip.schedules.triton.{name}") for name in ("forward", "backward", "finite")
+)
 
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
@@ -75,7 +77,7 @@ def recorded(target):
     """Inside, launches of the schedule are recorded for a target and nothing runs: the tensors stay as they are."""
     launches = []
     with ExitStack() as patches:
-        for module in (forward, backward):
+        for module in (forward, backward, finite):
             for name in dir(module):
                 if name.endswith("_kernel"):
                     recorder = _Recorder(getattr(module, name), launches)

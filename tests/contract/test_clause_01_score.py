@@ -23,6 +23,13 @@ def test_each_score(score, layout, schedule, dtype):
     harness.check(build(Spec(SHAPES[layout], heads=(4, 2), layout=layout, score=(score,)), dtype), schedule)
 
 
+@pytest.mark.parametrize("bias", ["bhqk", "hk", "q"])
+@pytest.mark.parametrize("lengths", [((21, 40),) * 2, ((40, 136),) * 2], ids=["40", "136"])
+def test_columns_in_whole_vectors(lengths, bias, schedule, dtype):
+    """Eight columns of a bias and of a mask lie in a row, and the last tile has fewer columns than others."""
+    harness.check(build(Spec(lengths, heads=(4, 2), mask="tensor", score=("bias",), bias=bias), dtype), schedule)
+
+
 @pytest.mark.parametrize("scale", [None, 0.0, -0.7, 3.0])
 def test_scale(scale, schedule, dtype):
     harness.check(build(Spec(scale=scale, dims=(40, 16)), dtype), schedule)

@@ -75,6 +75,8 @@ def run(spec):
         needs = [True] * 3 + [tensor.is_floating_point() for tensor in tensors]
         d_out = torch.randn_like(out)
         backward.backward(problem, d_out, None, query, key, value, out, lse, tensors, needs)
+    # of two kernels, one that heeds what is hidden and one that does not, one returned at once
+    runs = [ran for ran in runs if ran.loads or ran.stores]
     kernels = [kernel for direction in (False, True) for kernel in triton.kernels(problem, direction, None)]
     # sums of gradients are operators of torch
     return runs, [kernel for kernel in kernels if not kernel.name.startswith("sum of")]
@@ -88,6 +90,9 @@ def check(spec):
     runs, kernels = run(spec)
     assert [kernel.name.split()[0] for kernel in kernels] == [ran.name for ran in runs]
     for ran, kernel in zip(runs, kernels, strict=True):
+        if ran.name == "finite":
+            assert list(without_zeros(kernel.requested.loads).values()) == list(ran.loads.values()), kernel.name
+            continue
         assert without_zeros(kernel.requested.loads) == dict(ran.loads), ran.name
         stores = {"total" if ran.name == "gradient" else name: size for name, size in kernel.requested.stores.items()}
         assert without_zeros(stores) == dict(ran.stores), ran.name
@@ -111,6 +116,7 @@ TOLD = [
     Spec(((25, 33), (0, 16), (1, 1), (16, 0)), layout="packed", window=(12, 4), heads=(4, 2), tail=3),
     Spec(((25, 33), (0, 16), (33, 25)), layout="gapped", causal=True, tail=6, mask="documents | keys", score=("bias",)),
     Spec(((33, 40),), mask="diagonals & keys", heads=(2, 1)),
+    Spec(((33, 40),) * 2, mask="tensor", score=("bias",), heads=(2, 1), causal=True),
     Spec(((33, 140),), mask="blocks & ~ tensor", heads=(2, 1)),
     Spec(((40, 30),) * 2, mask="documents", score=("bias", "sink"), bias="hk"),
     Spec(((40, 30),), heads=(3, 1), score=("softcap", "alibi", "bias", "sink"), bias="hqk"),

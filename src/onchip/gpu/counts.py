@@ -107,7 +107,8 @@ class Counts:
         count = 0
         for walk in self.walks:
             rows, columns = self._axes(walk)
-            measures = rows.distinct(row, head, side.sizes[0]), columns.distinct(column, False, side.sizes[1])
+            of_columns = columns.distinct(column, False, side.sizes[1], self.call.semantics.eights)
+            measures = rows.distinct(row, head, side.sizes[0]), of_columns
             own, other = measures[::-1] if self.turned else measures
             once = walk.sequences * walk.visits.weigh(own, other, partial)
             count += once * self.call.repeats(walk.visits, self.heads)

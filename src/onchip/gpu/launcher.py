@@ -35,11 +35,13 @@ class Launcher:
         rest: arguments behind the tensors. constants: arguments behind those by name, and options of the compiler.
 
     Attributes:
+        kernels: the kernel alone, as a Series has several.
         found: what later launches repeat, as soon as there is such a thing.
     """
 
     def __init__(self, kernel: Any, programs: int, rest: tuple[Any, ...], constants: dict[str, Any]) -> None:
         self.kernel, self._programs, self._rest, self._constants = kernel, programs, rest, constants
+        self.kernels = (kernel,)
         self.found: _Found | None = None
 
     def __call__(self, *tensors: Tensor | None, descriptors: tuple[Any, ...] = ()) -> None:

@@ -63,13 +63,18 @@ class Axis:
         first = self.block * torch.arange(self.tiles)
         return first // self.pack, ((first + self.block - 1) // self.pack).clamp(max=self.length - 1)
 
-    def distinct(self, per_position: bool, per_head: bool, size: int = 1) -> Tensor:
+    def distinct(self, per_position: bool, per_head: bool, size: int = 1, eights: bool = False) -> Tensor:
         """How many entries the rows of each tile read of a tensor with one for `size` positions and for each head.
 
-        Rows beyond the end read what the last one reads.
+        Rows beyond the end read what the last one reads, or if `eights` what the last eight read.
         """
         row = (self.block * torch.arange(self.tiles))[:, None] + torch.arange(self.block)
-        position = (row // self.pack).clamp(max=max(self.length - 1, 0)) // size if per_position else 0 * row
+        last = max(self.length - 1, 0)
+        if eights:
+            near = (row // 8).clamp(max=last // 8) * 8 + row % 8
+        else:
+            near = (row // self.pack).clamp(max=last)
+        position = near // size if per_position else 0 * row
         entry = position * self.pack + (row % self.pack if per_head else 0)
         return (torch.diff(entry.sort(-1).values, dim=-1) != 0).sum(-1) + 1
 

@@ -54,6 +54,7 @@ from onchip.gpu.source import distance
 from onchip.gpu.start import start
 from onchip.lowering import Node
 from onchip.problem import Problem
+from onchip.schedules.triton.finite import look_through
 from onchip.schedules.triton.launch import DELTA_ROWS, Call, are_aligned, conditions
 from onchip.strides import laid_out
 
@@ -178,7 +179,7 @@ def load_row_values(lse, delta, position, exists, MASKED: tl.constexpr):
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
 def keys_kernel(
-    query, key, value, grad_out, lse, delta, grad_key, grad_value,
+    query, key, value, grad_out, lse, delta, grad_key, grad_value, unusual,
     q_b: tl.int64, q_h: tl.int64, q_n: tl.int64, q_d: tl.int64,
     k_b: tl.int64, k_h: tl.int64, k_n: tl.int64, k_d: tl.int64,
     v_b: tl.int64, v_h: tl.int64, v_n: tl.int64, v_d: tl.int64,
@@ -201,8 +202,11 @@ def keys_kernel(
 ):  # fmt: skip
     """dK and dV. `heads` counts key heads, `tiles` tiles of columns; scores are the products times `scores`.
 
-    EVERY: it is known that every row sees something.
+    EVERY: it is known that every row sees something. With `unusual` as in the forward.
     """
+    if unusual is not None:
+        if (tl.load(unusual) != 0) != CAREFUL:
+            return
     program = tl.program_id(0)
     number = program % tiles
     kv_head = (program // tiles) % heads
@@ -351,7 +355,7 @@ def gather(
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
 def queries_kernel(
-    query, key, value, grad_out, lse, delta, grad_query,
+    query, key, value, grad_out, lse, delta, grad_query, unusual,
     q_b: tl.int64, q_h: tl.int64, q_n: tl.int64, q_d: tl.int64,
     k_b: tl.int64, k_h: tl.int64, k_n: tl.int64, k_d: tl.int64,
     v_b: tl.int64, v_h: tl.int64, v_n: tl.int64, v_d: tl.int64,
@@ -371,7 +375,10 @@ def queries_kernel(
     LOW: tl.constexpr, HIGH: tl.constexpr, LISTS: tl.constexpr, CAREFUL: tl.constexpr, EIGHTS: tl.constexpr,
     WIDE: tl.constexpr, VECTOR: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """dQ. `heads` counts groups of PACK query heads, `tiles` tiles of rows."""
+    """dQ. `heads` counts groups of PACK query heads, `tiles` tiles of rows; with `unusual` as in the forward."""
+    if unusual is not None:
+        if (tl.load(unusual) != 0) != CAREFUL:
+            return
     program = tl.program_id(0)
     number = program % tiles
     h = (program // tiles) % heads
@@ -486,7 +493,7 @@ def trace_back(
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
 def gradient_kernel(
-    query, key, value, grad_out, lse, delta, total,
+    query, key, value, grad_out, lse, delta, total, unusual,
     q_b: tl.int64, q_h: tl.int64, q_n: tl.int64, q_d: tl.int64,
     k_b: tl.int64, k_h: tl.int64, k_n: tl.int64, k_d: tl.int64,
     v_b: tl.int64, v_h: tl.int64, v_n: tl.int64, v_d: tl.int64,
@@ -509,8 +516,12 @@ def gradient_kernel(
     """The gradient of scores, times `weigh` of the pair, summed over the extents along which `total` has one entry.
 
     `total` is (batch or 1, heads or 1, rows, columns). A program makes one tile of it: ROWS and COLUMNS say which
-    extents tiles divide, over the others it walks itself, and over sums_b sequences and sums_h heads.
+    extents tiles divide, over the others it walks itself, and over sums_b sequences and sums_h heads. With `unusual` as
+    in the forward.
     """
+    if unusual is not None:
+        if (tl.load(unusual) != 0) != CAREFUL:
+            return
     program = tl.program_id(0)
     tile_k = program % tiles_k
     tile_q = (program // tiles_k) % tiles_q
@@ -637,12 +648,14 @@ def backward(
         grad_query = torch.empty_like(query) if need_query else None
         grad_key = torch.empty_like(key) if need_key else None
         grad_value = torch.empty_like(value) if need_value else None
+        unusual = torch.zeros(1, dtype=torch.int32, device=query.device) if prepared.careful else None
         prepared.series(
-            query, key, value, grad_out, lse, row_lse, row_delta, out, grad_lse, grad_query, grad_key, grad_value
-        )
+            query, key, value, grad_out, lse, row_lse, row_delta, out, grad_lse, grad_query, grad_key, grad_value,
+            unusual,
+        )  # fmt: skip
         gradients: list[Tensor | None] = [grad_query, grad_key, grad_value]
         if any(need_tensors):
-            walked = _Backward(Call(problem), (query, key, value, grad_out), lse, row_lse, row_delta)
+            walked = _Backward(Call(problem), (query, key, value, grad_out), lse, row_lse, row_delta, unusual)
             gradients += walked.gradients(tensors, need_tensors)
     return gradients
 
@@ -653,13 +666,14 @@ class _Prepared:
 
     Attributes:
         changes: whether query, key or value has to be copied before it is read. copies: whether grad_out has to be.
-        rows: how many numbers of each kind delta_kernel makes.
+        careful: whether it matters if something is not finite. rows: how many numbers of each kind delta_kernel makes.
         series: the launches, over (query, key, value, grad_out, lse, row_lse, row_delta, out, grad_lse, grad_query,
-            grad_key, grad_value).
+            grad_key, grad_value, unusual).
     """
 
     changes: bool
     copies: bool
+    careful: bool
     rows: int
     series: Series
 
@@ -686,12 +700,16 @@ class _Prepared:
         launches: list[tuple[Launcher, tuple[int, ...]]] = [
             (_sums_rows(call, out, grad_out, grad_lse), (7, 3, 4, 8, 5, 6))
         ]
-        if grad_key is not None or grad_value is not None:
-            launches.append((_of_keys(call, given, grad_key, grad_value), (0, 1, 2, 3, 5, 6, 10, 11)))
-        if grad_query is not None:
-            launches.append((_of_queries(call, given, grad_query), (0, 1, 2, 3, 5, 6, 9)))
+        if call.careful:
+            launches += ((look_through(call, tensor), (place, 12)) for place, tensor in enumerate(given))
+        for careful in (True, False) if call.careful else (False,):
+            if grad_key is not None or grad_value is not None:
+                launcher = _of_keys(call, careful, given, grad_key, grad_value)
+                launches.append((launcher, (0, 1, 2, 3, 5, 6, 10, 11, 12)))
+            if grad_query is not None:
+                launches.append((_of_queries(call, careful, given, grad_query), (0, 1, 2, 3, 5, 6, 9, 12)))
         places = call.problem.heads_q * (1 if call.packed else call.problem.batch)
-        return _Prepared(changes, copies, places * call.padded_rows, Series(*launches))
+        return _Prepared(changes, copies, call.careful, places * call.padded_rows, Series(*launches))
 
 
 _PREPARED: PerProblem[_Prepared] = PerProblem()
@@ -704,9 +722,17 @@ class _Backward:
         inputs: query, key, value and the gradient of out, as kernels read them.
     """
 
-    def __init__(self, call: Call, inputs: tuple[Tensor, ...], lse: Tensor, row_lse: Tensor, row_delta: Tensor) -> None:
+    def __init__(
+        self,
+        call: Call,
+        inputs: tuple[Tensor, ...],
+        lse: Tensor,
+        row_lse: Tensor,
+        row_delta: Tensor,
+        unusual: Tensor | None,
+    ) -> None:
         self._problem, self._call, self._inputs, self._lse = call.problem, call, inputs, lse
-        self._row_lse, self._row_delta = row_lse, row_delta
+        self._row_lse, self._row_delta, self._unusual = row_lse, row_delta, unusual
 
     def gradients(self, tensors: Sequence[Tensor], needs: Sequence[bool]) -> list[Tensor | None]:
         """Of each of `tensors`, None where not needed."""
@@ -759,14 +785,16 @@ class _Backward:
         del constants["LISTS"], constants["HIGH"]
         if programs == 0:
             return
-        start(gradient_kernel, programs)(
-            *self._inputs, self._row_lse, self._row_delta, total, *call.all_strides(vector, *self._inputs),
-            *total.stride(), *call.row_strides, problem.batch, problem.heads_q, problem.length_q, problem.length_k,
-            sums_b, sums_h, tiles_q, tiles_k, rows, columns, *call.layout, *call.band.arguments,
-            call.scale, *call.dropout, call.given(call.semantics.reads), call.given(reads),
-            keep=call.semantics.keep, change=call.semantics.change, weigh=weigh, ROWS=rows > 1, COLUMNS=columns > 1,
-            WIDE=call.wide(*self._inputs), VECTOR=vector, **constants,
-        )  # fmt: skip
+        for careful in (True, False) if call.careful else (False,):
+            constants["CAREFUL"] = careful
+            start(gradient_kernel, programs)(
+                *self._inputs, self._row_lse, self._row_delta, total, self._unusual,
+                *call.all_strides(vector, *self._inputs), *total.stride(), *call.row_strides, problem.batch,
+                problem.heads_q, problem.length_q, problem.length_k, sums_b, sums_h, tiles_q, tiles_k, rows, columns,
+                *call.layout, *call.band.arguments, call.scale, *call.dropout, call.given(call.semantics.reads),
+                call.given(reads), keep=call.semantics.keep, change=call.semantics.change, weigh=weigh,
+                ROWS=rows > 1, COLUMNS=columns > 1, WIDE=call.wide(*self._inputs), VECTOR=vector, **constants,
+            )  # fmt: skip
 
 
 # Launches for tensors with the strides of those given, which are aligned alike
@@ -789,7 +817,9 @@ def _sums_rows(call: Call, out: Tensor, grad_out: Tensor, grad_lse: Tensor | Non
     return Launcher(delta_kernel, programs, rest, constants)
 
 
-def _of_keys(call: Call, inputs: tuple[Tensor, ...], grad_key: Tensor | None, grad_value: Tensor | None) -> Launcher:
+def _of_keys(
+    call: Call, careful: bool, inputs: tuple[Tensor, ...], grad_key: Tensor | None, grad_value: Tensor | None
+) -> Launcher:
     problem, tile = call.problem, call.tile(KEYS)
     given = [tensor for tensor in (*inputs, grad_key, grad_value) if tensor is not None]
     tiles, vector = call.count(problem.length_k, 1, tile.columns), call.vector(*given)
@@ -801,13 +831,13 @@ def _of_keys(call: Call, inputs: tuple[Tensor, ...], grad_key: Tensor | None, gr
     )  # fmt: skip
     constants = {
         "keep": call.semantics.keep, "change": call.semantics.change, "differentiate": call.semantics.differentiate,
-        "EVERY": call.sees_every_row, "WIDE": call.wide(*given), "VECTOR": vector,
+        "EVERY": call.sees_every_row, "CAREFUL": careful, "WIDE": call.wide(*given), "VECTOR": vector,
     }  # fmt: skip
     programs = tiles * problem.heads_kv * (1 if call.packed else problem.batch)
-    return Launcher(keys_kernel, programs, rest, constants | call.constants(tile))
+    return Launcher(keys_kernel, programs, rest, call.constants(tile) | constants)
 
 
-def _of_queries(call: Call, inputs: tuple[Tensor, ...], grad_query: Tensor) -> Launcher:
+def _of_queries(call: Call, careful: bool, inputs: tuple[Tensor, ...], grad_query: Tensor) -> Launcher:
     problem, tile, tensors = call.problem, call.tile(QUERIES), (*inputs, grad_query)
     vector = call.vector(*tensors)
     tiles, heads = call.count(problem.length_q, call.pack, tile.rows), problem.heads_q // call.pack
@@ -818,7 +848,7 @@ def _of_queries(call: Call, inputs: tuple[Tensor, ...], grad_query: Tensor) -> L
     )  # fmt: skip
     constants = {
         "keep": call.semantics.keep, "change": call.semantics.change, "differentiate": call.semantics.differentiate,
-        "PACK": call.pack, "WIDE": call.wide(*tensors), "VECTOR": vector,
+        "PACK": call.pack, "CAREFUL": careful, "WIDE": call.wide(*tensors), "VECTOR": vector,
     }  # fmt: skip
     programs = tiles * heads * (1 if call.packed else problem.batch)
-    return Launcher(queries_kernel, programs, rest, constants | call.constants(tile))
+    return Launcher(queries_kernel, programs, rest, call.constants(tile) | constants)

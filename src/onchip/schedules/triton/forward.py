@@ -15,13 +15,14 @@ Source: Dao 2023, FlashAttention-2, algorithm 1; Milakov and Gimelshein 2018, se
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from onchip.gpu import FORWARD
 from onchip.gpu.call import Results, on_device
-from onchip.gpu.launcher import Launcher, PerProblem
+from onchip.gpu.launcher import Launcher, PerProblem, Series
 from onchip.gpu.parts import (
     LN2,
     LOG2E,
@@ -45,6 +46,7 @@ from onchip.gpu.parts import (
     visits,
 )
 from onchip.problem import Problem
+from onchip.schedules.triton.finite import look_through
 from onchip.schedules.triton.launch import Call, are_aligned, conditions
 
 UNSPECIALIZED = [
@@ -56,7 +58,7 @@ UNSPECIALIZED = [
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
 def forward_kernel(
-    query, key, value, out, lse,
+    query, key, value, out, lse, unusual,
     q_b: tl.int64, q_h: tl.int64, q_n: tl.int64, q_d: tl.int64,
     k_b: tl.int64, k_h: tl.int64, k_n: tl.int64, k_d: tl.int64,
     v_b: tl.int64, v_h: tl.int64, v_n: tl.int64, v_d: tl.int64,
@@ -75,7 +77,13 @@ def forward_kernel(
     LOW: tl.constexpr, HIGH: tl.constexpr, LISTS: tl.constexpr, CAREFUL: tl.constexpr, EIGHTS: tl.constexpr,
     WIDE: tl.constexpr, VECTOR: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Out and LSE. `heads` counts groups of PACK query heads; `tiles` the tiles of rows (slots, if packed)."""
+    """Out and LSE. `heads` counts groups of PACK query heads; `tiles` the tiles of rows (slots, if packed).
+
+    With `unusual`, of the kernel that is CAREFUL and the other one one returns at once, see finite.py.
+    """
+    if unusual is not None:
+        if (tl.load(unusual) != 0) != CAREFUL:
+            return
     program = tl.program_id(0)
     number = program % tiles
     h = (program // tiles) % heads
@@ -246,9 +254,9 @@ def forward(problem: Problem, query: Tensor, key: Tensor, value: Tensor, *, save
     facts = (query.stride(), key.stride(), value.stride(), *conditions(problem))
     prepared = _PREPARED.of(problem).get(facts)
     with on_device(query.device):
-        if prepared is not None and prepared.launcher.kernel is forward_kernel and are_aligned(query, key, value):
+        if prepared is not None and prepared.launch.kernels[-1] is forward_kernel and are_aligned(query, key, value):
             out, lse = prepared.results.empty(query)
-            prepared.launcher(query, key, value, out, lse)
+            prepared.launch(query, key, value, out, lse, _unusual(prepared.careful, query))
             return out, lse
         return _prepare(problem, query, key, value, facts)
 
@@ -263,26 +271,41 @@ def _prepare(
         return out, lse
     call, inputs = Call(problem), (query, key, value)
     query, key, value = call.readable(*inputs)
-    launcher = _launcher(call, query, key, value, out)
+    launch = _launch(call, query, key, value, out)
     if are_aligned(*inputs) and all(a is b for a, b in zip(inputs, (query, key, value), strict=True)):
-        _PREPARED.of(problem)[facts] = _Prepared(launcher, results)
-    launcher(query, key, value, out, lse)
+        _PREPARED.of(problem)[facts] = _Prepared(launch, results, call.careful)
+    launch(query, key, value, out, lse, _unusual(call.careful, query))
     return out, lse
+
+
+def _unusual(careful: bool, like: Tensor) -> Tensor | None:
+    """Where it will stand whether something is not finite, if that matters."""
+    return torch.zeros(1, dtype=torch.int32, device=like.device) if careful else None
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class _Prepared:
     """What forwards of one problem do whose tensors have certain strides, and start at aligned addresses."""
 
-    launcher: Launcher
+    launch: Launcher | Series
     results: Results
+    careful: bool
 
 
 _PREPARED: PerProblem[_Prepared] = PerProblem()
 
 
-def _launcher(call: Call, *tensors: Tensor) -> Launcher:
-    """The launch for tensors with the strides of these, (query, key, value, out), which are aligned alike."""
+def _launch(call: Call, *tensors: Tensor) -> Launcher | Series:
+    """The launch over (query, key, value, out, lse, unusual) for tensors with the strides of these, (query, key, value,
+    out), which are aligned alike."""
+    if not call.careful:
+        return _launcher(call, False, *tensors)
+    every = tuple(range(6))
+    twins = ((_launcher(call, careful, *tensors), every) for careful in (True, False))
+    return Series((look_through(call, tensors[2]), (2, 5)), *twins)
+
+
+def _launcher(call: Call, careful: bool, *tensors: Tensor) -> Launcher:
     problem, tile = call.problem, call.tile(FORWARD)
     tiles, heads = call.count(problem.length_q, call.pack, tile.rows), problem.heads_q // call.pack
     programs = tiles * heads * (1 if call.packed else problem.batch)
@@ -294,6 +317,6 @@ def _launcher(call: Call, *tensors: Tensor) -> Launcher:
     )  # fmt: skip
     constants = {
         "keep": call.semantics.keep, "change": call.semantics.change, "PACK": call.pack,
-        "SCALED": problem.scale <= 0, "WIDE": call.wide(*tensors), "VECTOR": vector,
+        "SCALED": problem.scale <= 0, "CAREFUL": careful, "WIDE": call.wide(*tensors), "VECTOR": vector,
     }  # fmt: skip
-    return Launcher(forward_kernel, programs, rest, constants | call.constants(tile))
+    return Launcher(forward_kernel, programs, rest, call.constants(tile) | constants)

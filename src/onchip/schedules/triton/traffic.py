@@ -11,7 +11,7 @@ from onchip.schedules.triton.launch import Call
 from onchip.scores import Alibi, Bias
 from onchip.tile import per_head, rank4
 
-DELTA = "delta"
+DELTA, FINITE = "delta", "finite"
 
 
 def kernels(problem: Problem, backward: bool, target: str | None) -> list[Kernel]:
@@ -22,8 +22,9 @@ def kernels(problem: Problem, backward: bool, target: str | None) -> list[Kernel
         return []
     call = Call(problem, target)
     if not backward:
-        return [forward_kernel(call, rows)]
-    return [_delta(call, rows), _keys(call), _queries(call, rows), *gradients_of_scores(problem, target)]
+        return [*_finite(call, "value"), forward_kernel(call, rows)]
+    sought = _finite(call, "query", "key", "value", "d_out")
+    return [_delta(call, rows), *sought, _keys(call), _queries(call, rows), *gradients_of_scores(problem, target)]
 
 
 def gradients_of_scores(problem: Problem, target: str | None) -> list[Kernel]:
@@ -32,6 +33,24 @@ def gradients_of_scores(problem: Problem, target: str | None) -> list[Kernel]:
     wanted = [step for step in steps if step.parameters[0][0].requires_grad]
     call = Call(problem, target)
     return [kernel for step in wanted for kernel in _gradient(call, step)]
+
+
+def _finite(call: Call, *names: str) -> list[Kernel]:
+    """One for each tensor that is looked through for what is not finite. Of each two kernels that follow one runs."""
+    problem = call.problem
+    if not call.careful:
+        return []
+    sequences = 1 if call.packed else problem.batch
+    queries, keys = problem.heads_q * problem.length_q, problem.heads_kv * problem.length_k
+    numbers = {
+        "query": queries * problem.dim_qk, "key": keys * problem.dim_qk, "value": keys * problem.dim_v,
+        "d_out": queries * problem.dim_v,
+    }  # fmt: skip
+    reads = (Traffic({name: sequences * numbers[name] * problem.dtype.itemsize}, {}) for name in names)
+    return [
+        Kernel(name=f"{FINITE} {name}", requested=one, compulsory=one, precision="float32")
+        for name, one in zip(names, reads, strict=True)
+    ]
 
 
 def _delta(call: Call, rows: int) -> Kernel:
