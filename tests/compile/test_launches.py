@@ -37,7 +37,8 @@ class Run:
     def forward(self, *inputs):
         self.launches.clear()
         self.out, self.lse = aot.forward.forward(self.problem, *(inputs or self.inputs), saves=True)
-        (launched,) = self.launches
+        # where keys may be hidden, two forwards behind a search for what is not finite, the second one without care
+        *_, launched = self.launches
         return launched
 
     def backward(self, grad_out=None, grad_lse=None, needs=(True, True, True)):
@@ -80,7 +81,8 @@ def test_a_second_call_prepares_nothing(launches, name, monkeypatch):
     first = [run.forward(), *run.backward()]
     monkeypatch.setattr(host.Call, "__init__", lambda *arguments: pytest.fail("prepared again"))
     second = [run.forward(), *run.backward()]
-    assert [launched.name for launched in second] == ["forward", "delta", "keys", "queries"]
+    care = ["finite"] * 4 + ["keys", "queries"] if name in ("lists", "scores") else []
+    assert [launched.name for launched in second] == ["forward", "delta", *care, "keys", "queries"]
     for one, other in zip(first, second, strict=True):
         assert facts(one) == facts(other)
 

@@ -1,4 +1,4 @@
-"""What the portable kernels read of biases and masks of pairs, they read in vectors where eight columns lie in a row."""
+"""What the portable kernels read of biases and masks of pairs: vectors, where eight columns lie in a row."""
 
 import re
 

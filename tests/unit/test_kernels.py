@@ -317,7 +317,7 @@ def test_lists_on_hopper_name_every_block_that_is_not_empty(lengths, seed, by_he
     kept = torch.rand(4 if by_head else 1, *blocks, generator=generator) < 0.5
     query, key = (torch.zeros((), dtype=torch.float16).expand(1, 4, length, 64) for length in lengths)
     problem = call(query, key, mask=masks.blocks(kept[None]))
-    (forward,) = triton.kernels(problem, False, "sm_90")
+    _, forward = triton.kernels(problem, False, "sm_90")
     keys = {kernel.name: kernel for kernel in triton.kernels(problem, True, "sm_90")}["keys"]
     expected = Counter()
     for _head, row, column in torch.nonzero(kept.expand(4, -1, -1)).tolist():
@@ -344,10 +344,11 @@ def test_gradients_of_a_bias_and_slopes_are_kernels_where_they_are_wanted():
     bias, slopes = torch.zeros(4, 100, 100, requires_grad=True), torch.zeros(4)
     problem = call(query, query, score=(scores.bias(bias), scores.alibi(slopes)))
     names = [kernel.name for kernel in triton.kernels(problem, True, "sm_90")]
-    assert names == ["delta", "keys", "queries", "gradient of bias"]
+    sought = [f"finite {name}" for name in ("query", "key", "value", "d_out")]
+    assert names == ["delta", *sought, "keys", "queries", "gradient of bias"]
     slopes.requires_grad_()
     names = [kernel.name for kernel in triton.kernels(problem, True, "sm_90")]
-    assert names[3:] == ["gradient of slopes", "sum of d_slopes", "gradient of bias"]
+    assert names[7:] == ["gradient of slopes", "sum of d_slopes", "gradient of bias"]
 
 
 # Operators of torch

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from onchip import philox
 from onchip.gpu import FORWARD, KEYS, QUERIES, parts
-from onchip.gpu.source import Reads, Semantics, coded, semantics
+from onchip.gpu.source import Reads, Semantics, coded, pairs_of, semantics
 from onchip.gpu.walk import Axis, BandVisits, Visits, Walk
 from onchip.lowering import Node, parse
 from onchip.problem import Problem
@@ -165,7 +165,8 @@ class Call:
         steps = tuple(node for node in scores if node[0] != "sink")
         dense = (place for place, tensor in enumerate(self.tensors) if tensor.dim() and tensor.stride(-1) == 1)
         wide = frozenset(place for place in dense if self.tensors[place].shape[-1] > 1)
-        eights = frozenset(place for place in wide if self.in_eights and self._lies_in_eights(self.tensors[place]))
+        pairs = wide & pairs_of(self.residual, steps) if self.in_eights else frozenset()
+        eights = frozenset(place for place in pairs if self._lies_in_eights(self.tensors[place]))
         self.semantics: Semantics = semantics(
             self.residual, steps, self.packed, wide, eights, self.capped, self.capped_slope
         )

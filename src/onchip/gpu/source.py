@@ -182,6 +182,14 @@ class Emitter:
         return lines
 
 
+def pairs_of(mask: Node, scores: tuple[Node, ...]) -> frozenset[int]:
+    """Places of biases, and of masks that have an entry for each pair."""
+    if mask is not None and mask[0] in ("and", "or", "not"):
+        return frozenset().union(pairs_of(None, scores), *(pairs_of(node, ()) for node in mask[1:]))
+    masks = [mask[1]] if mask is not None and mask[0] == "tensor" else []
+    return frozenset([*masks, *(rest[0] for kind, *rest in scores if kind == "bias")])
+
+
 @lru_cache(maxsize=1024)
 def semantics(
     mask: Node,
