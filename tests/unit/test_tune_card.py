@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib
+import re
 import threading
 import types
 
@@ -136,9 +137,9 @@ class Told(Card):
             raise self._result
         return self._result
 
-    def _survive(self):
+    def _survive(self, tiles="a candidate"):
         if not self._alive:
-            raise DeviceLost("gone")
+            raise DeviceLost(f"{tiles}: gone")
 
     def _capture(self, tile):
         self.captured.append(tile)
@@ -165,8 +166,19 @@ def test_a_result_is_held_against_the_shipped_tiles(monkeypatch, result, verdict
 
 
 def test_a_lost_device_ends_the_search():
-    with pytest.raises(DeviceLost):
+    with pytest.raises(DeviceLost, match=re.escape(f"{SMALL}: gone")):
         Told([], RuntimeError("an illegal memory access was encountered"), alive=False).check(SMALL)
+
+
+def test_a_device_lost_in_a_race_names_those_that_ran(monkeypatch):
+    def lost(*given, **options):
+        raise RuntimeError("an illegal memory access was encountered")
+
+    monkeypatch.setattr(module, "compare", lost)
+    told = Told([], None, alive=False)
+    told._graphs = dict.fromkeys((SMALL, LARGE), types.SimpleNamespace(replay=None))
+    with pytest.raises(DeviceLost, match=re.escape(f"one of {SMALL}, {LARGE}: gone")):
+        told.race(SMALL, [LARGE], 3)
 
 
 def test_a_race_is_interleaved_with_the_shipped_tile(monkeypatch):

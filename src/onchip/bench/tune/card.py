@@ -102,16 +102,20 @@ class Card:
             del results, pairs
             self._capture(tile)
         except Exception:
-            self._survive()
+            self._survive(str(tile))
             return NO_LAUNCH
         return None
 
     def race(self, shipped: Tile, tiles: Sequence[Tile], rounds: int) -> Mapping[Tile, Timing]:
         by_name = {str(tile): tile for tile in (shipped, *tiles)}
-        found = compare(
-            {name: self._graphs[tile].replay for name, tile in by_name.items()},
-            rounds=rounds, warmup=1, device=self._device, minimum_sample_ms=SAMPLE_MS,
-        )  # fmt: skip
+        try:
+            found = compare(
+                {name: self._graphs[tile].replay for name, tile in by_name.items()},
+                rounds=rounds, warmup=1, device=self._device, minimum_sample_ms=SAMPLE_MS,
+            )  # fmt: skip
+        except RuntimeError:
+            self._survive(f"one of {', '.join(by_name)}")
+            raise
         ratios = {ratio.name: ratio for ratio in found.ratios}
         timings = {}
         for result in found.results:
@@ -158,13 +162,13 @@ class Card:
             self._run()
         self._graphs[tile] = graph
 
-    def _survive(self) -> None:
-        """Raises DeviceLost if the device no longer works."""
+    def _survive(self, tiles: str = "a candidate") -> None:
+        """Raises DeviceLost, which names these tiles, if the device no longer works."""
         try:
             torch.cuda.synchronize(self._device)
             torch.zeros(1, device=self._device).sum().item()
         except Exception as error:
-            raise DeviceLost(f"a candidate stopped the device: {str(error).splitlines()[0]}") from error
+            raise DeviceLost(f"{tiles} stopped the device: {str(error).splitlines()[0]}") from error
 
     # Compilation
 

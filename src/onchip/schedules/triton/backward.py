@@ -202,7 +202,7 @@ def keys_kernel(
 ):  # fmt: skip
     """dK and dV. `heads` counts key heads, `tiles` tiles of columns; scores are the products times `scores`.
 
-    EVERY: it is known that every row sees something. With `unusual` as in the forward.
+    EVERY: it is known that every row sees something, or that all is finite. With `unusual` as in the forward.
     """
     if unusual is not None:
         if (tl.load(unusual) != 0) != CAREFUL:
@@ -831,7 +831,7 @@ def _of_keys(
     )  # fmt: skip
     constants = {
         "keep": call.semantics.keep, "change": call.semantics.change, "differentiate": call.semantics.differentiate,
-        "EVERY": call.sees_every_row, "CAREFUL": careful, "WIDE": call.wide(*given), "VECTOR": vector,
+        "EVERY": call.reads_every_row and not careful, "CAREFUL": careful, "WIDE": call.wide(*given), "VECTOR": vector,
     }  # fmt: skip
     programs = tiles * problem.heads_kv * (1 if call.packed else problem.batch)
     return Launcher(keys_kernel, programs, rest, call.constants(tile) | constants)

@@ -127,6 +127,11 @@ class Call(gpu.Call):
         meets = low is None or (low + problem.length_q - 1 <= last and (high is None or low <= high))
         return last >= 0 and meets and (high is None or high >= 0)
 
+    @property
+    def reads_every_row(self) -> bool:
+        """Whether the kernel of dK and dV without care asks of no row if it sees a key: it does, or all is finite."""
+        return self.sees_every_row or (self.careful and self.problem.layout == "dense")
+
     def kind(self, kernel: str) -> str:
         if self.pack > 1 and kernel in (FORWARD, QUERIES):
             return "few"

@@ -85,7 +85,7 @@ def _keys(call: Call) -> Kernel:
     counts.add("value", problem.dim_v * width, owned, owned)
     _tiles_of(counts, counts.others_loaded, counts.others_touched(1))
     # where nothing is asked of a row, the values of those behind the last one are read with it
-    whole = call.sees_every_row
+    whole = call.reads_every_row
     values = counts.steps * tile.rows if whole else counts.others_loaded
     for name in ("lse", "delta"):
         counts.add(name, 4, values, counts.others_touched(1, whole))
