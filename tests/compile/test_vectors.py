@@ -22,3 +22,17 @@ def test_pairs_are_read_in_vectors(feature):
     # two of each kind, see schedules/triton/finite.py
     assert len(found) == (4 if "score" in feature else 3)
     assert all(counts == [0, 0] for counts in found.values()), found
+
+
+@pytest.mark.parametrize(
+    ("dim", "target"), [(64, "gfx942"), (64, "sm_86"), (128, "sm_86"), (128, "sm_90"), (256, "sm_90"), (256, "gfx942")]
+)
+def test_vectors_of_a_bias_and_a_mask_have_room(dim, target):
+    spec = Spec(((256, 256),), heads=(2, 2), dims=(dim, dim), score=("bias",), mask="tensor", dropout_p=0.1)
+    seen = set()
+    for launch in aot.launches_of(spec, torch.bfloat16, target):
+        if launch.name in ("forward", "keys", "queries", "gradient") and not launch.keywords["CAREFUL"]:
+            assert launch.keywords["EIGHTS"]
+            seen.add(launch.name)
+            assert aot.compile_launch(launch, target).shared <= aot.SHARED_LIMITS[target], launch.name
+    assert len(seen) == 4

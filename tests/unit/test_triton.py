@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, strategies
 
 import onchip
-from onchip import masks
+from onchip import masks, scores
 from onchip.attention import _bind
 from onchip.gpu import call as gpu
 from onchip.gpu import source
@@ -52,6 +52,34 @@ def test_float32_products_are_ieee_on_request():
         assert gpu.precision_of(torch.float32, "sm_90") == "ieee"
     finally:
         torch.backends.cuda.matmul.fp32_precision = before
+
+
+def read_in_vectors(made):
+    """Element sizes of the tensors that functions read in vectors."""
+    return sorted(made.tensors[read[1]].element_size() for read in made.semantics.reads if read[-1] == "eights")
+
+
+def test_what_is_read_in_vectors(monkeypatch):
+    """Eight columns in a row, none missing, and no more than tiles in shared memory have room for."""
+    shape, dense = (1, 2, 64, 64), torch.zeros(1, 2, 64, 64, dtype=torch.bfloat16)
+    kept, wide = torch.ones(64, 64, dtype=torch.bool), torch.zeros(64, 64)
+    for tensor, found in (
+        (dense, [2]),
+        (dense[0, 0], [2]),
+        (dense[..., :1, :], [2]),
+        (wide, []),
+        (dense[..., :1], []),
+        (dense.mT, []),
+        (torch.zeros(64, 68, dtype=torch.bfloat16)[:, :64], []),
+    ):
+        made = call(monkeypatch, shape, score=scores.bias(tensor))
+        assert read_in_vectors(made) == found and made.semantics.eights == bool(found), tensor.stride()
+    ragged = call(monkeypatch, (1, 2, 60, 64), score=scores.bias(dense[..., :60, :60]))
+    assert not ragged.semantics.eights
+    other = masks.tensor(kept) & ~masks.tensor(kept.clone())
+    assert read_in_vectors(call(monkeypatch, shape, mask=other, score=scores.bias(dense))) == [1, 2]
+    assert read_in_vectors(call(monkeypatch, shape, mask=other)) == [1, 1]
+    assert not call(monkeypatch, shape, mask=masks.blocks(kept[:1, :1])).semantics.eights
 
 
 def test_pairs_follow_the_band(monkeypatch):

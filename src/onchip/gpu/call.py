@@ -166,12 +166,25 @@ class Call:
         dense = (place for place, tensor in enumerate(self.tensors) if tensor.dim() and tensor.stride(-1) == 1)
         wide = frozenset(place for place in dense if self.tensors[place].shape[-1] > 1)
         pairs = wide & pairs_of(self.residual, steps) if self.in_eights else frozenset()
-        eights = frozenset(place for place in pairs if self._lies_in_eights(self.tensors[place]))
         self.semantics: Semantics = semantics(
-            self.residual, steps, self.packed, wide, eights, self.capped, self.capped_slope
+            self.residual, steps, self.packed, wide, self._eights(pairs), self.capped, self.capped_slope
         )
         sink = sink_of(problem.scores)
         self.sink = None if sink is None else sink.contiguous()
+
+    def _eights(self, pairs: frozenset[int]) -> frozenset[int]:
+        """Those of these places that are read in vectors.
+
+        Vectors are brought ahead, like keys, and the tiles in shared memory have room beside them for a bias of the
+        inputs' width and one mask.
+        """
+        found, room = set(), self.problem.dtype.itemsize + 1
+        sizes = {place: self.tensors[place].element_size() for place in sorted(pairs)}
+        for place, size in sorted(sizes.items(), key=lambda item: -item[1]):
+            if size <= room and self._lies_in_eights(self.tensors[place]):
+                found.add(place)
+                room -= size
+        return frozenset(found)
 
     def _lies_in_eights(self, tensor: Tensor) -> bool:
         """Whether eight columns of a tensor of pairs lie in a row from every multiple of 8 on, and none is missing."""
