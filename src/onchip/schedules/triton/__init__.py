@@ -2,6 +2,7 @@
 
     forward.py   out and LSE: a tile of rows walks over the columns that it sees
     backward.py  dK and dV: a tile of columns walks over rows; dQ: the walk of the forward; both bit for bit repeatable
+    finite.py    where something is not finite, kernels run that heed what is hidden
     launch.py    what they are given    tiles.py   their tile sizes, as data    traffic.py   what they move and compute
 
 Triton costs a second to import, so it is imported by the first call.
