@@ -1,6 +1,6 @@
 """One compiled kernel serves every length: what Triton looks kernels up by holds nothing of it.
 
-Biases and masks of pairs are read in vectors where the length is a multiple of 8: there it is two.
+What masks and biases hold for columns is read in vectors where the length is a multiple of 8: there it is two.
 """
 
 from dataclasses import replace
@@ -38,8 +38,8 @@ def facts(launch, target):
 @pytest.mark.parametrize("feature", sorted(FEATURES | WITH_GRADIENTS))
 def test_lengths_do_not_specialize(feature, target, dtype):
     spec = (FEATURES | WITH_GRADIENTS)[feature]
-    pairs = "bias" in spec.score or spec.mask == "tensor"
-    for lengths in (IN_EIGHTS, RAGGED) if pairs else (FEW if feature == "few" else LENGTHS,):
+    columns = "bias" in spec.score or spec.mask is not None
+    for lengths in (IN_EIGHTS, RAGGED) if columns else (FEW if feature == "few" else LENGTHS,):
         seen = []
         for length in lengths:
             launches = aot.launches_of(at_length(spec, length), dtype, target)

@@ -56,7 +56,7 @@ def test_float32_products_are_ieee_on_request():
 
 def read_in_vectors(made):
     """Element sizes of the tensors that functions read in vectors."""
-    return sorted(made.tensors[read[1]].element_size() for read in made.semantics.reads if read[-1] == "eights")
+    return sorted(made.tensors[read[1]].element_size() for read in made.semantics.reads if read[-1] == "pair in eights")
 
 
 def test_what_is_read_in_vectors(monkeypatch):
@@ -80,6 +80,11 @@ def test_what_is_read_in_vectors(monkeypatch):
     assert read_in_vectors(call(monkeypatch, shape, mask=other, score=scores.bias(dense))) == [1, 2]
     assert read_in_vectors(call(monkeypatch, shape, mask=other)) == [1, 1]
     assert not call(monkeypatch, shape, mask=masks.blocks(kept[:1, :1])).semantics.eights
+    ids = torch.arange(64) // 20
+    for mask in (masks.documents(ids), masks.keys(kept[:1])):
+        made = call(monkeypatch, shape, mask=mask)
+        assert made.semantics.eights and read_in_vectors(made) == []
+    assert not call(monkeypatch, shape, mask=masks.documents(ids.repeat_interleave(2)[::2])).semantics.eights
 
 
 def test_pairs_follow_the_band(monkeypatch):

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from onchip import philox
 from onchip.gpu import FORWARD, KEYS, QUERIES, parts
-from onchip.gpu.source import Reads, Semantics, coded, pairs_of, semantics
+from onchip.gpu.source import Reads, Semantics, coded, over_columns, semantics
 from onchip.gpu.walk import Axis, BandVisits, Visits, Walk
 from onchip.lowering import Node, parse
 from onchip.problem import Problem
@@ -165,29 +165,33 @@ class Call:
         steps = tuple(node for node in scores if node[0] != "sink")
         dense = (place for place, tensor in enumerate(self.tensors) if tensor.dim() and tensor.stride(-1) == 1)
         wide = frozenset(place for place in dense if self.tensors[place].shape[-1] > 1)
-        pairs = wide & pairs_of(self.residual, steps) if self.in_eights else frozenset()
+        pairs, columns = self._in_vectors(wide, steps)
         self.semantics: Semantics = semantics(
-            self.residual, steps, self.packed, wide, self._eights(pairs), self.capped, self.capped_slope
+            self.residual, steps, self.packed, wide, pairs, columns, self.capped, self.capped_slope
         )
         sink = sink_of(problem.scores)
         self.sink = None if sink is None else sink.contiguous()
 
-    def _eights(self, pairs: frozenset[int]) -> frozenset[int]:
-        """Those of these places that are read in vectors.
+    def _in_vectors(self, dense: frozenset[int], steps: tuple[Node, ...]) -> tuple[frozenset[int], frozenset[int]]:
+        """Places of tensors with an entry for each pair, and for each column, that are read in vectors.
 
         Vectors are brought ahead, like keys, and the tiles in shared memory have room beside them for a bias of the
-        inputs' width and one mask.
+        inputs' width and one mask, and for what has a single row.
         """
+        if not self.in_eights:
+            return frozenset(), frozenset()
+        pairs, columns = (dense & places for places in over_columns(self.residual, steps))
         found, room = set(), self.problem.dtype.itemsize + 1
         sizes = {place: self.tensors[place].element_size() for place in sorted(pairs)}
         for place, size in sorted(sizes.items(), key=lambda item: -item[1]):
             if size <= room and self._lies_in_eights(self.tensors[place]):
                 found.add(place)
                 room -= size
-        return frozenset(found)
+        lying = (place for place in columns if self._lies_in_eights(self.tensors[place]))
+        return frozenset(found), frozenset(lying)
 
     def _lies_in_eights(self, tensor: Tensor) -> bool:
-        """Whether eight columns of a tensor of pairs lie in a row from every multiple of 8 on, and none is missing."""
+        """Whether eight columns of a tensor lie in a row from every multiple of 8 on, and none is missing."""
         if self.packed or self.problem.length_k % 8 or tensor.shape[-1] != self.problem.length_k:
             return False
         strides = zip(tensor.shape[:-1], tensor.stride()[:-1], strict=True)
@@ -379,12 +383,14 @@ def _spread(tensor: Tensor, role: str) -> list[Any]:
     """A tensor as a pointer and the strides that its role needs, 0 where it broadcasts."""
     if tensor.dtype == torch.bool:
         tensor = tensor.view(torch.uint8)
-    if role in ("pair", "eights"):
+    if role in ("pair", "pair in eights"):
         tensor = rank4(tensor)
         strides = [stride if size > 1 else 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)]
-        if role == "eights":
+        if role == "pair in eights":
             return [tensor, *(coded(stride // 8) for stride in strides[:3])]
         return [tensor, *map(coded, (*strides, max(1, tensor.shape[2]), max(1, tensor.shape[3])))]
     last = tensor.stride(-1) if tensor.shape[-1] > 1 else 0
     first = tensor.stride(0) if tensor.dim() == 2 and tensor.shape[0] > 1 else 0
+    if role == "column in eights":
+        return [tensor, coded(first // 8)]
     return [tensor, coded(first), coded(last)]

@@ -49,7 +49,8 @@ class Semantics:
     """Functions of one structure, and what `given` holds for them.
 
     `reads` lists ("tensor", place, role), ("integer", place) and ("real", place): places in the problem's lowered
-    lists. A role says which strides follow the pointer: "pair", "eights", "head", "row" or "column".
+    lists. A role says which strides follow the pointer: "pair", "head", "row", "column", and of what is read in vectors
+    "pair in eights" and "column in eights".
     `hides` says that a step may give minus infinity, `eights` that columns have to come in eights, see `Emitter`.
     """
 
@@ -66,13 +67,19 @@ class Emitter:
 
     Args:
         dense: places of tensors whose last stride is 1.
-        eights: places of those that are read in vectors: their other strides are multiples of 8, and so is the number
-            of their columns, of which j names eight in a row, from a multiple of 8 on. Strides are counted in eights,
-            so that the compiler knows as much.
+        pairs, columns: places of those that are read in vectors, with an entry for each pair or each column. Their
+            other strides are multiples of 8, and so is the number of their columns, of which j names eight in a row,
+            from a multiple of 8 on. Strides are counted in eights, so that the compiler knows as much.
     """
 
-    def __init__(self, packed: bool, dense: frozenset[int] = frozenset(), eights: frozenset[int] = frozenset()) -> None:
-        self._packed, self._dense, self._eights = packed, dense, eights
+    def __init__(
+        self,
+        packed: bool,
+        dense: frozenset[int] = frozenset(),
+        pairs: frozenset[int] = frozenset(),
+        columns: frozenset[int] = frozenset(),
+    ) -> None:
+        self._packed, self._dense, self._pairs, self._columns = packed, dense, pairs, columns
         self.reads: list[tuple[Any, ...]] = []
         self._slots: dict[tuple[Any, ...], int] = {}
         self._count = 0
@@ -103,13 +110,16 @@ class Emitter:
         return f"tl.load(given[{slot}] + b * {decoded(slot + 1)} + (token_q + i).to(tl.int64) * {decoded(slot + 2)})"
 
     def column(self, place: int) -> str:
+        if place in self._columns:
+            slot = self._slot(("tensor", place, "column in eights"), 2)
+            return f"tl.load(given[{slot}] + b * {decoded(slot + 1)} * 8 + j)"
         slot = self._slot(("tensor", place, "column"), 3)
         return f"tl.load(given[{slot}] + b * {decoded(slot + 1)} + (token_k + j).to(tl.int64) * {decoded(slot + 2)})"
 
     def pair(self, place: int) -> str:
-        if place not in self._eights:
+        if place not in self._pairs:
             return self.entry(place, "i", "j")
-        slot = self._slot(("tensor", place, "eights"), 4)
+        slot = self._slot(("tensor", place, "pair in eights"), 4)
         b, h, q = (decoded(slot + n) for n in range(1, 4))
         return f"tl.load(given[{slot}] + (b * {b} + h * {h} + i.to(tl.int64) * {q}) * 8 + j)"
 
@@ -182,12 +192,20 @@ class Emitter:
         return lines
 
 
-def pairs_of(mask: Node, scores: tuple[Node, ...]) -> frozenset[int]:
-    """Places of biases, and of masks that have an entry for each pair."""
-    if mask is not None and mask[0] in ("and", "or", "not"):
-        return frozenset().union(pairs_of(None, scores), *(pairs_of(node, ()) for node in mask[1:]))
-    masks = [mask[1]] if mask is not None and mask[0] == "tensor" else []
-    return frozenset([*masks, *(rest[0] for kind, *rest in scores if kind == "bias")])
+def over_columns(mask: Node, scores: tuple[Node, ...]) -> tuple[frozenset[int], frozenset[int]]:
+    """Places of tensors with an entry for each pair, and of those with one for each column."""
+    pairs: set[int] = {rest[0] for kind, *rest in scores if kind == "bias"}
+    columns: set[int] = set()
+    waiting = [] if mask is None else [mask]
+    while waiting:
+        kind, *rest = waiting.pop()
+        if kind in ("and", "or", "not"):
+            waiting += rest
+        elif kind == "tensor":
+            pairs.add(rest[0])
+        elif kind in ("keys", "documents"):
+            columns.add(rest[-1])
+    return frozenset(pairs), frozenset(columns)
 
 
 @lru_cache(maxsize=1024)
@@ -196,15 +214,17 @@ def semantics(
     scores: tuple[Node, ...],
     packed: bool,
     dense: frozenset[int],
-    eights: frozenset[int],
+    pairs: frozenset[int],
+    columns: frozenset[int],
     capped: Any,
     capped_slope: Any,
 ) -> Semantics:
     """The functions of a residual mask (a node of a spec, or None) and of score steps in order, without a sink.
 
-    `dense` and `eights` are as for `Emitter`. `capped` is the jitted softcap of a score, `capped_slope` its derivative.
+    `dense`, `pairs` and `columns` are as for `Emitter`. `capped` is the jitted softcap of a score, `capped_slope` its
+    derivative.
     """
-    emitter = Emitter(packed, dense, eights)
+    emitter = Emitter(packed, dense, pairs, columns)
     keep = None if mask is None else _function("keep", ARGUMENTS, [f"return {emitter.mask(mask)}"])
     steps = [*emitter.steps(scores), "return s"]
     change = None if not scores else _function("change", f"s, {ARGUMENTS}", steps, capped=capped)
@@ -216,7 +236,8 @@ def semantics(
         differentiate = _function("differentiate", f"g, s, {ARGUMENTS}", body, capped_slope=capped_slope)
     reads = tuple(emitter.reads)
     hides = any(kind in ("bias", "modify") for kind, *_ in scores)
-    return Semantics(keep, change, differentiate, reads, hides, any(read[-1] == "eights" for read in reads))
+    eights = any(str(read[-1]).endswith("in eights") for read in reads)
+    return Semantics(keep, change, differentiate, reads, hides, eights)
 
 
 @lru_cache(maxsize=1024)
