@@ -48,15 +48,17 @@ def units(row):
 
 @pytest.mark.parametrize("row", ROWS, ids=str)
 def test_compiles(row, record_property):
-    made = row.compile()
-    for name, value in vars(made).items():
-        record_property(name, value)
-    assert made.spills_in_loops <= most_spills(row), f"{row.launch().tile}: {made}"
-    assert made.shared <= aot.SHARED_LIMITS[row.target], f"{row.launch().tile}: {made}"
-    assert made.registers <= aot.REGISTER_LIMITS[row.target], f"{row.launch().tile}: {made}"
-    assert made.units == units(row), f"{row.launch().tile}: {made}"
+    *_, last = every = row.compile()
+    for made in every:
+        for name, value in vars(made).items():
+            record_property(name, value)
+        assert made.spills_in_loops <= most_spills(row), f"{row.launch().tile}: {made}"
+        assert made.shared <= aot.SHARED_LIMITS[row.target], f"{row.launch().tile}: {made}"
+        assert made.registers <= aot.REGISTER_LIMITS[row.target], f"{row.launch().tile}: {made}"
+        assert made.units == units(row), f"{row.launch().tile}: {made}"
+    # the kernels that heed what is hidden come first, and run only where something is not finite
     if is_strict(row):
-        assert made.serialized == 0, "ptxas made products wait for each other (C75xx)"
+        assert last.serialized == 0, "ptxas made products wait for each other (C75xx)"
 
 
 def test_rows_cover_features_at_every_target():

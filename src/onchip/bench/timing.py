@@ -7,6 +7,7 @@ rounds, one sample of each in every round, the order rotated, and compared withi
 from __future__ import annotations
 
 import math
+import re
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -179,11 +180,16 @@ class _Caught:
         self._failures[self._name] = Failure(
             name=self._name,
             error=f"{type(error).__name__}: {first_line}",
-            traceback="".join(traceback.format_exception(error)),
+            traceback=_told(error),
         )
         if isinstance(error, torch.cuda.OutOfMemoryError):
             torch.cuda.empty_cache()
         return True
+
+
+def _told(error: BaseException) -> str:
+    """Its traceback as text, with files by their names alone: a record says nothing of where a checkout lies."""
+    return re.sub(r'(File ")[^"]*[/\\]', r"\1", "".join(traceback.format_exception(error)))
 
 
 def _order(names: tuple[str, ...], round_index: int) -> tuple[str, ...]:

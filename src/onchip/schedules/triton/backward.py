@@ -54,7 +54,7 @@ from onchip.gpu.source import distance
 from onchip.gpu.start import start
 from onchip.lowering import Node
 from onchip.problem import Problem
-from onchip.schedules.triton.finite import look_through
+from onchip.schedules.triton.finite import look_through, unusual_of
 from onchip.schedules.triton.launch import DELTA_ROWS, Call, are_aligned, conditions
 from onchip.strides import laid_out
 
@@ -579,12 +579,7 @@ def gradient_kernel(
                         False, True, LOW, CAREFUL, EIGHTS, PRECISION,
                     )  # fmt: skip
                     if weigh is not None:
-                        g *= weigh(
-                            nearest(position[:, None], count_q),
-                            nearest_column(j[None, :], count_k, EIGHTS),
-                            where,
-                            weighted,
-                        )
+                        g *= weigh(nearest(position[:, None], count_q), nearest(j[None, :], count_k), where, weighted)
                     sums += g
     target = total + (place // parts_h).to(tl.int64) * total_b + (place % parts_h).to(tl.int64) * total_h
     if ROWS and COLUMNS:
@@ -648,7 +643,7 @@ def backward(
         grad_query = torch.empty_like(query) if need_query else None
         grad_key = torch.empty_like(key) if need_key else None
         grad_value = torch.empty_like(value) if need_value else None
-        unusual = torch.zeros(1, dtype=torch.int32, device=query.device) if prepared.careful else None
+        unusual = unusual_of(prepared.careful, query.device)
         prepared.series(
             query, key, value, grad_out, lse, row_lse, row_delta, out, grad_lse, grad_query, grad_key, grad_value,
             unusual,
@@ -702,7 +697,7 @@ class _Prepared:
         ]
         if call.careful:
             launches += ((look_through(call, tensor), (place, 12)) for place, tensor in enumerate(given))
-        for careful in (True, False) if call.careful else (False,):
+        for careful in call.cares:
             if grad_key is not None or grad_value is not None:
                 launcher = _of_keys(call, careful, given, grad_key, grad_value)
                 launches.append((launcher, (0, 1, 2, 3, 5, 6, 10, 11, 12)))
@@ -785,15 +780,15 @@ class _Backward:
         del constants["LISTS"], constants["HIGH"]
         if programs == 0:
             return
-        for careful in (True, False) if call.careful else (False,):
-            constants["CAREFUL"] = careful
+        for careful in call.cares:
             start(gradient_kernel, programs)(
                 *self._inputs, self._row_lse, self._row_delta, total, self._unusual,
                 *call.all_strides(vector, *self._inputs), *total.stride(), *call.row_strides, problem.batch,
                 problem.heads_q, problem.length_q, problem.length_k, sums_b, sums_h, tiles_q, tiles_k, rows, columns,
                 *call.layout, *call.band.arguments, call.scale, *call.dropout, call.given(call.semantics.reads),
                 call.given(reads), keep=call.semantics.keep, change=call.semantics.change, weigh=weigh,
-                ROWS=rows > 1, COLUMNS=columns > 1, WIDE=call.wide(*self._inputs), VECTOR=vector, **constants,
+                ROWS=rows > 1, COLUMNS=columns > 1, CAREFUL=careful, WIDE=call.wide(*self._inputs), VECTOR=vector,
+                **constants,
             )  # fmt: skip
 
 
@@ -834,7 +829,7 @@ def _of_keys(
         "EVERY": call.reads_every_row and not careful, "CAREFUL": careful, "WIDE": call.wide(*given), "VECTOR": vector,
     }  # fmt: skip
     programs = tiles * problem.heads_kv * (1 if call.packed else problem.batch)
-    return Launcher(keys_kernel, programs, rest, call.constants(tile) | constants)
+    return Launcher(keys_kernel, programs, rest, constants | call.constants(tile))
 
 
 def _of_queries(call: Call, careful: bool, inputs: tuple[Tensor, ...], grad_query: Tensor) -> Launcher:
@@ -851,4 +846,4 @@ def _of_queries(call: Call, careful: bool, inputs: tuple[Tensor, ...], grad_quer
         "PACK": call.pack, "CAREFUL": careful, "WIDE": call.wide(*tensors), "VECTOR": vector,
     }  # fmt: skip
     programs = tiles * heads * (1 if call.packed else problem.batch)
-    return Launcher(queries_kernel, programs, rest, call.constants(tile) | constants)
+    return Launcher(queries_kernel, programs, rest, constants | call.constants(tile))

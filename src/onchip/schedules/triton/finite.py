@@ -7,6 +7,7 @@ So there are two of each kind, and one of them returns at once: one more read of
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -38,6 +39,11 @@ def finite_kernel(
     is_finite = tl.abs(x) < float("inf")
     if tl.min(tl.min(is_finite.to(tl.int32), 1), 0) == 0:
         tl.store(unusual, 1)
+
+
+def unusual_of(careful: bool, device: torch.device) -> Tensor | None:
+    """Where kernels find whether anything is not finite, if that matters; nothing is found yet."""
+    return torch.zeros(1, dtype=torch.int32, device=device) if careful else None
 
 
 def look_through(call: Call, tensor: Tensor) -> Launcher:

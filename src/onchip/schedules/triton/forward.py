@@ -15,7 +15,6 @@ Source: Dao 2023, FlashAttention-2, algorithm 1; Milakov and Gimelshein 2018, se
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -46,7 +45,7 @@ from onchip.gpu.parts import (
     visits,
 )
 from onchip.problem import Problem
-from onchip.schedules.triton.finite import look_through
+from onchip.schedules.triton.finite import look_through, unusual_of
 from onchip.schedules.triton.launch import Call, are_aligned, conditions
 
 UNSPECIALIZED = [
@@ -79,7 +78,7 @@ def forward_kernel(
 ):  # fmt: skip
     """Out and LSE. `heads` counts groups of PACK query heads; `tiles` the tiles of rows (slots, if packed).
 
-    With `unusual`, of the kernel that is CAREFUL and the other one one returns at once, see finite.py.
+    `unusual` says which of two kernels returns at once, the CAREFUL one or the other; see finite.py.
     """
     if unusual is not None:
         if (tl.load(unusual) != 0) != CAREFUL:
@@ -256,7 +255,7 @@ def forward(problem: Problem, query: Tensor, key: Tensor, value: Tensor, *, save
     with on_device(query.device):
         if prepared is not None and prepared.launch.kernels[-1] is forward_kernel and are_aligned(query, key, value):
             out, lse = prepared.results.empty(query)
-            prepared.launch(query, key, value, out, lse, _unusual(prepared.careful, query))
+            prepared.launch(query, key, value, out, lse, unusual_of(prepared.careful, query.device))
             return out, lse
         return _prepare(problem, query, key, value, facts)
 
@@ -274,13 +273,8 @@ def _prepare(
     launch = _launch(call, query, key, value, out)
     if are_aligned(*inputs) and all(a is b for a, b in zip(inputs, (query, key, value), strict=True)):
         _PREPARED.of(problem)[facts] = _Prepared(launch, results, call.careful)
-    launch(query, key, value, out, lse, _unusual(call.careful, query))
+    launch(query, key, value, out, lse, unusual_of(call.careful, query.device))
     return out, lse
-
-
-def _unusual(careful: bool, like: Tensor) -> Tensor | None:
-    """Where it will stand whether something is not finite, if that matters."""
-    return torch.zeros(1, dtype=torch.int32, device=like.device) if careful else None
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -298,11 +292,11 @@ _PREPARED: PerProblem[_Prepared] = PerProblem()
 def _launch(call: Call, *tensors: Tensor) -> Launcher | Series:
     """The launch over (query, key, value, out, lse, unusual) for tensors with the strides of these, (query, key, value,
     out), which are aligned alike."""
-    if not call.careful:
-        return _launcher(call, False, *tensors)
+    launchers = [_launcher(call, careful, *tensors) for careful in call.cares]
+    if len(launchers) == 1:
+        return launchers[0]
     every = tuple(range(6))
-    twins = ((_launcher(call, careful, *tensors), every) for careful in (True, False))
-    return Series((look_through(call, tensors[2]), (2, 5)), *twins)
+    return Series((look_through(call, tensors[2]), (2, 5)), *((launcher, every) for launcher in launchers))
 
 
 def _launcher(call: Call, careful: bool, *tensors: Tensor) -> Launcher:
@@ -319,4 +313,4 @@ def _launcher(call: Call, careful: bool, *tensors: Tensor) -> Launcher:
         "keep": call.semantics.keep, "change": call.semantics.change, "PACK": call.pack,
         "SCALED": problem.scale <= 0, "CAREFUL": careful, "WIDE": call.wide(*tensors), "VECTOR": vector,
     }  # fmt: skip
-    return Launcher(forward_kernel, programs, rest, call.constants(tile) | constants)
+    return Launcher(forward_kernel, programs, rest, constants | call.constants(tile))

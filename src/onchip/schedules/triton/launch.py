@@ -118,6 +118,11 @@ class Call(gpu.Call):
         return self.semantics.keep is not None or self.semantics.hides
 
     @property
+    def cares(self) -> tuple[bool, ...]:
+        """Of each kind of kernel, which are launched: with care or without, see finite.py."""
+        return (True, False) if self.careful else (False,)
+
+    @property
     def sees_every_row(self) -> bool:
         """Whether shapes alone say that every row sees a key, and so may hold nothing that is not to be read."""
         problem, low, high = self.problem, self.band.low, self.band.high
@@ -189,8 +194,7 @@ class Call(gpu.Call):
             "GROUP": problem.group, "D": problem.dim_qk, "DV": problem.dim_v,
             "BLOCK_D": power_of_two(problem.dim_qk), "BLOCK_DV": self.block_dv,
             "BQ": tile.rows, "BK": tile.columns, "LOW": self.band.has_low, "HIGH": self.band.has_high,
-            "LISTS": self.lists, "CAREFUL": self.careful, "EIGHTS": self.semantics.eights,
-            "PRECISION": precision_of(problem.dtype, self.target),
+            "LISTS": self.lists, "EIGHTS": self.semantics.eights, "PRECISION": precision_of(problem.dtype, self.target),
             "num_warps": tile.warps, "num_stages": tile.stages,
         }  # fmt: skip
 
