@@ -189,8 +189,9 @@ class Compiled:
     `spills` counts the loads and stores of local memory, `spills_in_loops` those of them in loops, see `in_loops`, and
     `spills_at_products` those in loops that make products; on gfx942 the first two are the spilled vector registers.
     `products` counts the products of matrices, `units` names the instructions that make them. `serialized` counts
-    ptxas's warnings of products that wait for each other, `handed` holds what threads ask for by setmaxnreg, and
-    `overwritten` where in shared memory there is a barrier and at other times something else.
+    ptxas's warnings of products that wait for each other, `handed` holds what threads ask for by setmaxnreg,
+    `overwritten` where in shared memory there is a barrier and at other times something else, and `barriers` is the
+    highest number that the code names a barrier of the hardware by.
     """
 
     registers: int
@@ -204,6 +205,7 @@ class Compiled:
     serialized: int = 0
     handed: tuple[int, ...] = ()
     overwritten: tuple[int, ...] = ()
+    barriers: int = 0
 
 
 def products_of(text):
@@ -234,6 +236,7 @@ def read_cuda(made):
         serialized=len(re.findall(r"C75\d\d", warnings)),
         handed=tuple(sorted({int(size, 16) for size in re.findall(r"USETMAXREG.*\b0x(\w+)", joined)})),
         overwritten=tuple(sorted(_offsets(r"SYNCS\.EXCH", joined) & _offsets(r"STS[.\w]*", joined))),
+        barriers=max(map(int, re.findall(r"\bbar(?:rier)?\.(?:sync|arrive)\S*\s+(\d+)", made.asm["ptx"])), default=0),
     )
 
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 import triton
 
+from onchip.schedules.hopper.backward import DS_FULL, Q_EMPTY
 from tests.compile import aot
 from tests.compile.rows import RAGGED, TWO, Spec
 
@@ -55,5 +56,6 @@ def test_compiles(feature, dims, dtype, deterministic):
     assert main.shared <= aot.SHARED_LIMITS["sm_90"], main
     assert main.units == "wgmma.mma_async", main
     assert main.overwritten == (), "memory of a barrier that nobody uses holds something else"
+    assert main.barriers < min(Q_EMPTY.value, DS_FULL.value), "Triton takes a number that is the kernel's"
     assert main.serialized == 0 or (max(dims) > 192 and not MEASURED), "products wait for each other (C75xx)"
     assert (200 if narrow else 240) in main.handed, main.handed

@@ -36,6 +36,18 @@ LOG2E = gl.constexpr(1.4426950408889634)
 ROWS = gl.constexpr(64)
 """Rows of a block, and columns of a warpgroup."""
 COLUMNS = gl.constexpr(128)
+Q_EMPTY, DO_EMPTY = gl.constexpr(8), gl.constexpr(10)
+"""Numbers of barriers in hardware, two each, for both places of a buffer. Triton's own have small numbers."""
+DS_FULL, DQ_FULL = gl.constexpr(12), gl.constexpr(14)
+
+
+def _barrier(what, warps):
+    return gl.constexpr(f"bar.{what} $1, {32 * warps}; mov.b32 $0, 0;")
+
+
+ARRIVE_FOR_PRODUCER, WAIT_FOR_CONSUMERS = _barrier("arrive", 9), _barrier("sync", 9)
+ARRIVE_FOR_OTHER, WAIT_FOR_OTHER = _barrier("arrive", 8), _barrier("sync", 8)
+ARRIVE_FOR_ADDER, WAIT_FOR_TILE = _barrier("arrive", 5), _barrier("sync", 5)
 UNSPECIALIZED = [
     "q_b", "q_h", "q_n", "do_b", "do_h", "do_n", "k_b", "k_h", "k_n", "v_b", "v_h", "v_n", "dk_b", "dk_h", "dk_n",
     "dv_b", "dv_h", "dv_n", "batch", "heads", "length_q", "length_k", "tiles", "section", "slots", "low", "high",
@@ -68,6 +80,16 @@ def halves(p, DTYPE: gl.constexpr):
         return gl.inline_asm_elementwise(
             "cvt.rn.f16x2.f32 $0, $2, $1;", "=r,f,f", [p], dtype=gl.float16, is_pure=True, pack=2
         )
+
+
+@gluon.jit
+def at_barrier(number, INSTRUCTION: gl.constexpr):
+    """Arrive at a barrier of that number, or wait there as well; its warps are counted in the instruction.
+
+    An arrival is one instruction of a warp. At a barrier in shared memory each thread would arrive for itself, or the
+    warpgroup would have to meet before.
+    """
+    gl.inline_asm_elementwise(INSTRUCTION, "=r,r", [number], dtype=gl.int32, is_pure=False, pack=1)
 
 
 # Which columns, and which rows
@@ -232,7 +254,10 @@ def add_tiles(
     dq_desc, order, sizes, layout, bounds, slots, dq_s, dq_full, dq_empty,
     HIGH: gl.constexpr, ORDERED: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, W: gl.constexpr,
 ):  # fmt: skip
-    """One of two warps that add tiles of dq, every other one each, so that one may wait."""
+    """One of two warps that add tiles of dq, every other one each, so that one may wait.
+
+    `dq_full` is None where tiles come by a barrier of the hardware.
+    """
     b, h, first, q_of, k_of, band, begin, end = columns_of(sizes, layout, bounds)
     heads = sizes[2] * GROUP
     count = end - begin
@@ -240,7 +265,10 @@ def add_tiles(
         m = begin + i % count
         block = block_of(b, h * GROUP + i // count, m, q_of[0], heads, slots, layout[0] is not None)
         fills = is_first(order, block, before_us(m, first, k_of[2], band, HIGH), ORDERED)
-        mbarrier.wait(dq_full.index(W), (i // 2) & 1)
+        if dq_full is None:
+            at_barrier(DQ_FULL + W, WAIT_FOR_TILE)
+        else:
+            mbarrier.wait(dq_full.index(W), (i // 2) & 1)
         leave(dq_desc, block * (2 * D), dq_s.index(W), fills)
         tma.store_wait(0)
         mbarrier.arrive(dq_empty.index(W), count=1)
@@ -284,7 +312,7 @@ def produce(
     q_desc, do_desc, k_desc, v_desc, lse_desc, delta_desc = descriptors
     query, grad_out, key, value = tensors
     q_strides, do_strides, k_strides, v_strides = strides
-    kv_full, q_full, q_empty, do_full, do_empty = barriers
+    kv_full, q_full, do_full = barriers
     PACKED: gl.constexpr = layout[0] is not None
     b, h, first, q_of, k_of, band, begin, end = columns_of(sizes, layout, bounds)
     heads = sizes[2] * GROUP
@@ -295,33 +323,45 @@ def produce(
         )
     m = begin
     member = h * 0
-    for i in range((end - begin) * GROUP):
+    steps = (end - begin) * GROUP
+    for i in range(steps):
         slot = i % 2
-        phase = ((i // 2) & 1) ^ 1
         head = h * GROUP + member
         row = block_of(b, head, m, q_of[0], heads, slots, PACKED) * ROWS
-        mbarrier.wait(q_empty.index(slot), phase)
+        if i >= 2:
+            at_barrier(Q_EMPTY + slot, WAIT_FOR_CONSUMERS)
         bring(
             q_desc, query, q_strides, q_s, slot, b, head, q_of[0], q_of[2], m * ROWS, q_full.index(slot), ROWS * 4,
             DIM, D, ALONE, PACKED,
         )  # fmt: skip
         load_tile(lse_desc, [row], q_full.index(slot), lse_s.index(slot))
-        mbarrier.wait(do_empty.index(slot), phase)
+        if i >= 2:
+            at_barrier(DO_EMPTY + slot, WAIT_FOR_CONSUMERS)
         bring(
             do_desc, grad_out, do_strides, do_s, slot, b, head, q_of[0], q_of[2], m * ROWS, do_full.index(slot),
             ROWS * 4, DV, D, ALONE, PACKED,
         )  # fmt: skip
         load_tile(delta_desc, [row], do_full.index(slot), delta_s.index(slot))
         m, member = next_block(m, member, begin, end)
+    # nobody leaves a barrier half full
+    for i in range(gl.maximum(steps - 2, 0), steps):
+        at_barrier(Q_EMPTY + i % 2, WAIT_FOR_CONSUMERS)
+        at_barrier(DO_EMPTY + i % 2, WAIT_FOR_CONSUMERS)
 
 
 # The consumers
 
 
 @gluon.jit
-def exponents(s, m, column, lse, band, where, given, scale, change: gl.constexpr, LOW: gl.constexpr,
-              HIGH: gl.constexpr):  # fmt: skip
-    """Exponents of the weights of a tile (columns, rows), minus infinity where hidden, and the scores before steps."""
+def exponents(
+    s, m, column, lse, band, where, given, scale,
+    change: gl.constexpr, LOW: gl.constexpr, HIGH: gl.constexpr, BRANCH: gl.constexpr,
+):  # fmt: skip
+    """Exponents of the weights of a tile (columns, rows), minus infinity where hidden, and the scores before steps.
+
+    With BRANCH tiles that end before the keys do are spared the test for that: without a barrier of the warp in its
+    path ptxas makes selections of a branch, 32 of the 430 instructions of a block at head dim 128.
+    """
     least, most = band
     b, head, token_q, token_k, length_q, length_k = where
     layout: gl.constexpr = s.type.layout
@@ -333,6 +373,10 @@ def exponents(s, m, column, lse, band, where, given, scale, change: gl.constexpr
     else:
         z = s * scale - lse[None, :]
     if column + 64 > length_k:
+        if BRANCH:
+            gl.inline_asm_elementwise(
+                "bar.warp.sync 0xffffffff; mov.b32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
+            )
         # zeros in place of keys have weights too, and dq would be infinity times zero where scores are far below them
         j = column + gl.arange(0, 64, layout=gl.SliceLayout(1, layout))
         z = gl.where((j < length_k)[:, None], z, float("-inf"))
@@ -446,7 +490,7 @@ def step_by_turns(
     W: gl.constexpr,
 ):  # fmt: skip
     """A block of rows; in its turn the warpgroup multiplies the whole tile of dq. `held` is half of v, or None."""
-    q_full, q_empty, do_full, do_empty, ds_full, dq_full, dq_empty = barriers
+    q_full, do_full, dq_empty = barriers
     DTYPE: gl.constexpr = q_s.dtype
     layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16])
     kv_layout: gl.constexpr = dk.type.layout
@@ -472,7 +516,7 @@ def step_by_turns(
     drops = drops_of(dropout, where, m, column)
     lse = lse_s.index(slot).load(gl.SliceLayout(0, layout))
     s = warpgroup_mma_wait(1 if held is None else 2, deps=[s])
-    z, raw = exponents(s, m, column, lse, band, where, given, scale, change, LOW, HIGH)
+    z, raw = exponents(s, m, column, lse, band, where, given, scale, change, LOW, HIGH, change is None)
     p = exp2(z)
     weights = gl.convert_layout(living(halves(p, DTYPE), dropout, drops), p_layout)
     p = turned(p, raw, m, column, where, given, change, differentiate)
@@ -482,14 +526,15 @@ def step_by_turns(
     ds_s.index(slot * 2 + W + zero).store(ds)
     dv = warpgroup_mma(weights, do, dv, is_async=True)
     fence_async_shared()
-    arrive(ds_full.index(slot))
+    if slot != W:
+        at_barrier(DS_FULL + slot, ARRIVE_FOR_OTHER)
     dk = warpgroup_mma(gl.convert_layout(ds, p_layout), q, dk, is_async=True)
     dv = warpgroup_mma_wait(1, deps=[dv])
-    arrive(do_empty.index(slot))
+    at_barrier(DO_EMPTY + slot, ARRIVE_FOR_PRODUCER)
     dk = warpgroup_mma_wait(0, deps=[dk])
-    arrive(q_empty.index(slot))
+    at_barrier(Q_EMPTY + slot, ARRIVE_FOR_PRODUCER)
     if slot == W:
-        mbarrier.wait(ds_full.index(slot), phase)
+        at_barrier(DS_FULL + slot, WAIT_FOR_OTHER)
         dq = gl.zeros([ROWS, D], gl.float32, layout=kv_layout)
         for w in gl.static_range(2):
             part = ds_s.index(slot * 2 + w + zero).permute((1, 0))
@@ -498,7 +543,7 @@ def step_by_turns(
         mbarrier.wait(dq_empty.index(W), phase ^ 1)
         dq_s.index(W).store(flat(dq, D))
         fence_async_shared()
-        arrive(dq_full.index(W))
+        at_barrier(DQ_FULL + W, ARRIVE_FOR_ADDER)
     return dk, dv
 
 
@@ -566,20 +611,12 @@ def wide_kernel(
     delta_s = gl.allocate_shared_memory(gl.float32, [2, ROWS], delta_desc.layout)
     kv_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     q_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    q_empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     do_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    do_empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    ds_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    dq_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     dq_empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     mbarrier.init(kv_full, count=4)
     for place in gl.static_range(2):
         mbarrier.init(q_full.index(place), count=1)
         mbarrier.init(do_full.index(place), count=1)
-        mbarrier.init(q_empty.index(place), count=256)
-        mbarrier.init(do_empty.index(place), count=256)
-        mbarrier.init(ds_full.index(place), count=256)
-        mbarrier.init(dq_full.index(place), count=128)
         mbarrier.init(dq_empty.index(place), count=1)
     number = number_of(order, slots * heads * GROUP * (1 if cu_q is not None else batch), HIGH, ORDERED)
     sizes = (number, batch, heads, length_q, length_k, tiles, section)
@@ -590,7 +627,7 @@ def wide_kernel(
     strides = ((q_b, q_h, q_n), (do_b, do_h, do_n), (k_b, k_h, k_n), (v_b, v_h, v_n))
     grad_descs, grads = (dk_desc, dv_desc), (grad_key, grad_value)
     grad_strides = ((dk_b, dk_h, dk_n), (dv_b, dv_h, dv_n))
-    barriers = (q_full, q_empty, do_full, do_empty, ds_full, dq_full, dq_empty)
+    barriers = (q_full, do_full, dq_empty)
     dropout = (seed, threshold, kept_scale)
     gl.warp_specialize([
         (consume_by_turns, (grad_descs, grads, grad_strides, sizes, layout, bounds, scale, plain_scale, given, dropout,
@@ -600,10 +637,10 @@ def wide_kernel(
                             q_s, do_s, k_s, v_s, lse_s, delta_s, ds_s, dq_s, kv_full, barriers, change, differentiate,
                             LOW, HIGH, GROUP, DIM, DV, D, ALONE, 1)),
         (produce, (descriptors, tensors, strides, sizes, layout, bounds, slots, q_s, do_s, k_s, v_s, lse_s, delta_s,
-                   (kv_full, q_full, q_empty, do_full, do_empty), GROUP, DIM, DV, D, ALONE)),
-        (add_tiles, (dq_desc, order, sizes, layout, bounds, slots, dq_s, dq_full, dq_empty, HIGH, ORDERED, GROUP,
+                   (kv_full, q_full, do_full), GROUP, DIM, DV, D, ALONE)),
+        (add_tiles, (dq_desc, order, sizes, layout, bounds, slots, dq_s, None, dq_empty, HIGH, ORDERED, GROUP,
                      D, 0)),
-        (add_tiles, (dq_desc, order, sizes, layout, bounds, slots, dq_s, dq_full, dq_empty, HIGH, ORDERED, GROUP,
+        (add_tiles, (dq_desc, order, sizes, layout, bounds, slots, dq_s, None, dq_empty, HIGH, ORDERED, GROUP,
                      D, 1)),
     ], [4, 1, 1, 1], [240, 24, 24, 24])  # fmt: skip
 
@@ -618,7 +655,7 @@ def step_ahead(
     W: gl.constexpr,
 ):  # fmt: skip
     """A block of rows whose scores are there already; those of the next one are multiplied meanwhile."""
-    q_full, q_empty, do_full, do_empty, ds_full, ds_empty = barriers
+    q_full, do_full, ds_full, ds_empty = barriers
     DTYPE: gl.constexpr = q_s.dtype
     layout: gl.constexpr = s.type.layout
     p_layout: gl.constexpr = gl.DotOperandLayout(0, dk.type.layout, 2)
@@ -631,7 +668,7 @@ def step_ahead(
     dp = warpgroup_mma(v, do.permute((1, 0)), dp, use_acc=False, is_async=True)
     drops = drops_of(dropout, where, m, column)
     lse = lse_s.index(slot).load(gl.SliceLayout(0, layout))
-    z, raw = exponents(s, m, column, lse, band, where, given, scale, change, LOW, HIGH)
+    z, raw = exponents(s, m, column, lse, band, where, given, scale, change, LOW, HIGH, False)
     p = exp2(z)
     weights = gl.convert_layout(living(halves(p, DTYPE), dropout, drops), p_layout)
     p = turned(p, raw, m, column, where, given, change, differentiate)
@@ -652,10 +689,10 @@ def step_ahead(
         k, q_s.index(ahead % 2).reshape([ROWS, D]).permute((1, 0)), following, use_acc=False, is_async=True
     )
     dv = warpgroup_mma_wait(2, deps=[dv])
-    arrive(do_empty.index(slot))
+    at_barrier(DO_EMPTY + slot, ARRIVE_FOR_PRODUCER)
     dk = warpgroup_mma_wait(1, deps=[dk])
     s = warpgroup_mma_wait(0, deps=[following])
-    arrive(q_empty.index(slot))
+    at_barrier(Q_EMPTY + slot, ARRIVE_FOR_PRODUCER)
     return dk, dv, s
 
 
@@ -754,9 +791,7 @@ def narrow_kernel(
     delta_s = gl.allocate_shared_memory(gl.float32, [2, ROWS], delta_desc.layout)
     kv_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     q_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    q_empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     do_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    do_empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     ds_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     ds_empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     dq_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
@@ -765,8 +800,6 @@ def narrow_kernel(
     for place in gl.static_range(2):
         mbarrier.init(q_full.index(place), count=1)
         mbarrier.init(do_full.index(place), count=1)
-        mbarrier.init(q_empty.index(place), count=256)
-        mbarrier.init(do_empty.index(place), count=256)
         mbarrier.init(ds_full.index(place), count=256)
         mbarrier.init(ds_empty.index(place), count=128)
         mbarrier.init(dq_full.index(place), count=128)
@@ -780,7 +813,7 @@ def narrow_kernel(
     strides = ((q_b, q_h, q_n), (do_b, do_h, do_n), (k_b, k_h, k_n), (v_b, v_h, v_n))
     grad_descs, grads = (dk_desc, dv_desc), (grad_key, grad_value)
     grad_strides = ((dk_b, dk_h, dk_n), (dv_b, dv_h, dv_n))
-    barriers = (q_full, q_empty, do_full, do_empty, ds_full, ds_empty)
+    barriers = (q_full, do_full, ds_full, ds_empty)
     dropout = (seed, threshold, kept_scale)
     gl.warp_specialize([
         (consume_ahead, (grad_descs, grads, grad_strides, sizes, layout, bounds, scale, plain_scale, given, dropout,
@@ -792,7 +825,7 @@ def narrow_kernel(
         (multiply_for_dq, (sizes, layout, bounds, ds_s, dq_s, k_s, kv_full, (ds_full, ds_empty, dq_full, dq_empty),
                            GROUP, D)),
         (produce, (descriptors, tensors, strides, sizes, layout, bounds, slots, q_s, do_s, k_s, v_s, lse_s, delta_s,
-                   (kv_full, q_full, q_empty, do_full, do_empty), GROUP, DIM, DV, D, ALONE)),
+                   (kv_full, q_full, do_full), GROUP, DIM, DV, D, ALONE)),
         (add_tiles, (dq_desc, order, sizes, layout, bounds, slots, dq_s, dq_full, dq_empty, HIGH, ORDERED, GROUP,
                      D, 0)),
         (add_tiles, (dq_desc, order, sizes, layout, bounds, slots, dq_s, dq_full, dq_empty, HIGH, ORDERED, GROUP,
@@ -825,8 +858,11 @@ def prepare_kernel(
     batch: tl.int32, heads: tl.int32, length_q: tl.int32, slots: tl.int32, cu_q, used_q,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr,
 ):  # fmt: skip
-    """Delta and LSE of `parts.row_values`, and zeros: for dQ or, with `order`, as marks of blocks yet to be filled."""
-    number = tl.program_id(0)
+    """Delta and LSE of `parts.row_values`, and zeros: for dQ or, with `order`, as marks of blocks yet to be filled.
+
+    The last block comes first: what the next kernel starts with is in the L2 cache then.
+    """
+    number = tl.num_programs(0) - 1 - tl.program_id(0)
     b, h, first, q_of = block_at(number, heads, slots, length_q, batch, cu_q, used_q)
     token, room, length = q_of
     i = first + tl.arange(0, 64)
@@ -862,8 +898,11 @@ def finish_kernel(
     batch: tl.int32, heads: tl.int32, length_q: tl.int32, slots: tl.int32, cu_q, used_q, scale: tl.float32,
     D: tl.constexpr, DIM: tl.constexpr,
 ):  # fmt: skip
-    """dQ of a block, from sums in the order of registers; zeros if nobody filled it, since its rows see nothing."""
-    number = tl.program_id(0)
+    """dQ of a block, from sums in the order of registers; zeros if nobody filled it, since its rows see nothing.
+
+    The last block comes first, as in `prepare_kernel`: its sums are in the L2 cache still.
+    """
+    number = tl.num_programs(0) - 1 - tl.program_id(0)
     b, h, first, q_of = block_at(number, heads, slots, length_q, batch, cu_q, used_q)
     token, room, length = q_of
     places = sums + number.to(tl.int64) * (64 * D) + tl.arange(0, 64 * D)

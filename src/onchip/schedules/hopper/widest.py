@@ -280,7 +280,7 @@ def step_of_keys(
     drops = drops_of(dropout, where, m, column)
     lse = lse_s.index(slot).load(gl.SliceLayout(0, TILE))
     s = warpgroup_mma_wait(VALUES, deps=[s])
-    z, raw = exponents(s, m, column, lse, band, where, given, scale, change, LOW, HIGH)
+    z, raw = exponents(s, m, column, lse, band, where, given, scale, change, LOW, HIGH, False)
     p = turned(exp2(z), raw, m, column, where, given, change, differentiate)
     delta = delta_s.index(slot).load(gl.SliceLayout(0, TILE))
     dp = warpgroup_mma_wait(0, deps=[dp])
@@ -321,7 +321,7 @@ def step_of_values(
     drops = drops_of(dropout, where, m, column)
     lse = lse_s.index(slot).load(gl.SliceLayout(0, TILE))
     s = warpgroup_mma_wait(0 if FIRST else VALUES, deps=[s])
-    z, _ = exponents(s, m, column, lse, band, where, given, scale, change, LOW, HIGH)
+    z, _ = exponents(s, m, column, lse, band, where, given, scale, change, LOW, HIGH, False)
     arrive(q_empty.index(slot))
     p = living(halves(exp2(z), ring_s.dtype), dropout, drops)
     if not FIRST:

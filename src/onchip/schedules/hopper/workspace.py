@@ -5,15 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from onchip.problem import Problem
 from onchip.schedules.hopper.launch import ROWS, Call, width
 
 SUM_COLUMNS = 32
 """Of the matrix that TMA sees the sums as."""
 NARROW, WIDE = 64, 128
 """Up to these head dims dQ has a warpgroup of its own; and one pass over the rows makes both gradients of columns."""
-FEW_KEYS = 4096
-"""Up to so many keys, between those head dims, programs claim blocks of dQ."""
 
 
 class Workspace:
@@ -32,15 +29,10 @@ class Workspace:
         self.width = max(width(problem.dim_qk), width(problem.dim_v))
         self.slots = call.count(problem.length_q, 1, ROWS)
         self.blocks = self.slots * problem.heads_q * (1 if call.packed else problem.batch)
-        self.order = self.blocks + 1 if problem.deterministic or self._claims(problem) else 0
-
-    def _claims(self, problem: Problem) -> bool:
-        """Whether the first program with a tile for a block stores it.
-
-        Against zeros for all this spares a write of every sum, up to a twentieth of a backward of few keys. Of many
-        keys programs wait for each other as long, and of narrow heads they wait longer.
-        """
-        return NARROW < self.width <= WIDE and problem.length_k <= FEW_KEYS
+        # The first program with a tile for a block stores it between those head dims. Against zeros for all this spares
+        # a write and a read of every sum; of narrow heads, and of the widest, programs wait for each other longer.
+        claims = NARROW < self.width <= WIDE
+        self.order = self.blocks + 1 if problem.deterministic or claims else 0
 
     @property
     def sizes(self) -> tuple[int, int, int, int]:
