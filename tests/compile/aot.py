@@ -190,8 +190,9 @@ class Compiled:
     `spills_at_products` those in loops that make products; on gfx942 the first two are the spilled vector registers.
     `products` counts the products of matrices, `units` names the instructions that make them. `serialized` counts
     ptxas's warnings of products that wait for each other, `handed` holds what threads ask for by setmaxnreg,
-    `overwritten` where in shared memory there is a barrier and at other times something else, and `barriers` is the
-    highest number that the code names a barrier of the hardware by.
+    `overwritten` where in shared memory there is a barrier and at other times something else, `hurried` where there is
+    what an atomic operation found and then something else, though not every warp has read the first, and `barriers` is
+    the highest number that the code names a barrier of the hardware by.
     """
 
     registers: int
@@ -205,6 +206,7 @@ class Compiled:
     serialized: int = 0
     handed: tuple[int, ...] = ()
     overwritten: tuple[int, ...] = ()
+    hurried: tuple[int, ...] = ()
     barriers: int = 0
 
 
@@ -236,13 +238,28 @@ def read_cuda(made):
         serialized=len(re.findall(r"C75\d\d", warnings)),
         handed=tuple(sorted({int(size, 16) for size in re.findall(r"USETMAXREG.*\b0x(\w+)", joined)})),
         overwritten=tuple(sorted(_offsets(r"SYNCS\.EXCH", joined) & _offsets(r"STS[.\w]*", joined))),
+        hurried=tuple(sorted(_hurried(instructions.values()))),
         barriers=max(map(int, re.findall(r"\bbar(?:rier)?\.(?:sync|arrive)\S*\s+(\d+)", made.asm["ptx"])), default=0),
     )
 
 
 def _offsets(instruction, text):
-    """Where in shared memory an instruction writes, but for what registers add."""
+    """Where in shared memory an instruction reads or writes, but for what registers add."""
     return {int(offset, 16) for offset in re.findall(rf"\b{instruction} [^\[;]*\[[^\]]*\+(0x\w+)\]", text)}
+
+
+def _hurried(instructions):
+    """Where something is written that was read behind an atomic operation, without a barrier in between."""
+    following, read, found = False, set(), set()
+    for text in instructions:
+        if re.search(r"\bATOMG?\b", text):
+            following, read = True, set()
+        elif re.search(r"\bBAR\.SYNC", text):
+            following, read = following and not read, set()
+        elif following:
+            read |= _offsets(r"LDS[.\w]*", text)
+            found |= _offsets(r"STS[.\w]*", text) & read
+    return found
 
 
 def _warnings(ptx, folder):

@@ -56,6 +56,7 @@ def test_compiles(feature, dims, dtype, deterministic):
     assert main.shared <= aot.SHARED_LIMITS["sm_90"], main
     assert main.units == "wgmma.mma_async", main
     assert main.overwritten == (), "memory of a barrier that nobody uses holds something else"
+    assert main.hurried == (), "a program's number is overwritten though slow warps have yet to read it"
     assert main.barriers < min(Q_EMPTY.value, DS_FULL.value), "Triton takes a number that is the kernel's"
     assert main.serialized == 0 or (max(dims) > 192 and not MEASURED), "products wait for each other (C75xx)"
     assert (200 if narrow else 240) in main.handed, main.handed

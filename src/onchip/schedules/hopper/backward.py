@@ -29,7 +29,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from onchip.gpu.parts import band_of, extent, find_among, find_slot, nearest, row_values
 from onchip.schedules.hopper.dropout import afresh, alive, dropped_turned, loaded_dropout, without
 from onchip.schedules.hopper.forward import VECTOR, arrive, copy_values, lanes
-from onchip.schedules.hopper.names import add_tile, load_tile, store_tile
+from onchip.schedules.hopper.names import add_tile, barrier, load_tile, store_tile
 from onchip.schedules.hopper.special import exp2
 
 LOG2E = gl.constexpr(1.4426950408889634)
@@ -157,6 +157,8 @@ def number_of(order, blocks, HIGH: gl.constexpr, ORDERED: gl.constexpr):
     """
     if ORDERED:
         number = gl.atomic_add(order + blocks, 1)
+        # Triton hands it to warps in shared memory, and from there on to partitions without waiting for slow warps
+        barrier()
         if HIGH:
             number = gl.num_programs(0) - 1 - number
     else:
