@@ -130,14 +130,14 @@ def score_gradient(
         show = visible(i if TURNED else j, begins, ends, BOUNDED)
         if keep is not None:
             show = show & keep(near_i, near_j, where, given)
-        if CAREFUL:
-            s = tl.where(show, s, float("-inf"))
     if change is None:
-        p = tl.exp2(s - lse)
+        z = s - lse
     else:
-        p = tl.exp2((s - lse) * LOG2E)
-    if MASKED and not CAREFUL:
-        p = tl.where(show, p, 0.0)
+        z = (s - lse) * LOG2E
+    if MASKED:
+        # not sooner: with and without care scores are to round alike, so nothing may stand between these operations
+        z = tl.where(show, z, float("-inf"))
+    p = tl.exp2(z)
     dp = multiply(da, tl.trans(dc), None, PRECISION)
     weight = p
     if seed is not None:
@@ -151,11 +151,12 @@ def score_gradient(
     ds = g
     if differentiate is not None:
         ds = differentiate(g, raw, near_i, near_j, where, given)
-    if CAREFUL and (MASKED or change is not None):
-        hidden = s == float("-inf")
+    if (CAREFUL or PRECISION == "tf32x3") and (MASKED or change is not None):
+        # products of float32 take ds apart, whose last operation would round otherwise without this one behind it
+        hidden = z == float("-inf")
         g = tl.where(hidden, 0.0, g)
         ds = tl.where(hidden, 0.0, ds)
-    seen = tl.max(s, 0) > float("-inf")
+    seen = tl.max(z, 0) > float("-inf")
     return weight, g, ds, seen
 
 
