@@ -17,7 +17,7 @@ from onchip.schedules.hopper.backward import finish_kernel, narrow_kernel, prepa
 from onchip.schedules.hopper.launch import PANEL, ROWS, VECTOR, Call, described, expressible, moved, width
 from onchip.schedules.hopper.tiles import BACKWARD
 from onchip.schedules.hopper.widest import widest_kernel
-from onchip.schedules.hopper.workspace import NARROW, SUM_COLUMNS, WIDE, Workspace
+from onchip.schedules.hopper.workspace import SUM_COLUMNS, Workspace
 from onchip.schedules.triton.backward import backward as portable_backward
 
 SECTION_ROWS = 32768
@@ -75,7 +75,7 @@ def prepare(
     sequences = 1 if call.packed else problem.batch
     tiles = call.count(problem.length_k, 1, BACKWARD.columns)
 
-    kernel = narrow_kernel if work.width <= NARROW else wide_kernel if work.width <= WIDE else widest_kernel
+    kernel = {"narrow": narrow_kernel, "wide": wide_kernel, "widest": widest_kernel}[work.main]
     columns = PANEL if kernel is widest_kernel else work.width
 
     def like(tensor: Tensor) -> TensorDescriptor:

@@ -60,7 +60,7 @@ def _main(call: Call, work: Workspace) -> Kernel:
     each = tile.rows * tile.columns * (1 + 2 * softcaps(problem))
     made = counts.kernel(KEYS, (3, 2), counts.steps * each)
     requested = replace(made.requested, stores={**made.requested.stores, "sums": 4 * padded * work.width})
-    return replace(made, requested=requested)
+    return replace(made, name=work.main, requested=requested)
 
 
 def _last(call: Call, work: Workspace, rows: int) -> Kernel:

@@ -35,6 +35,11 @@ class Workspace:
         self.order = self.blocks + 1 if problem.deterministic or claims else 0
 
     @property
+    def main(self) -> str:
+        """Which of the kernels makes the gradients."""
+        return "narrow" if self.width <= NARROW else "wide" if self.width <= WIDE else "widest"
+
+    @property
     def sizes(self) -> tuple[int, int, int, int]:
         """4-byte elements: LSE, delta, sums of dQ, and who has added to each block."""
         rows = self.blocks * ROWS
