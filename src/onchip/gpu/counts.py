@@ -50,6 +50,11 @@ class Counts:
         return self._over(False, True)
 
     @property
+    def own_loaded(self) -> int:
+        """Rows of the own axis that are loaded where every tile of scores loads them anew."""
+        return self._over(True, False)
+
+    @property
     def pairs(self) -> int:
         """Pairs in the tiles of scores."""
         return self._over(True, True)
@@ -71,6 +76,13 @@ class Counts:
             walk.sequences
             * walk.visits.covered(None, walk.other.whole if whole else walk.other.exists, group)
             * self.call.repeats(walk.visits, groups)
+            for walk in self.walks
+        )
+
+    def own_touched(self) -> int:
+        """Rows of the own axis that visit anything, over all heads."""
+        return sum(
+            walk.sequences * walk.visits.covered(walk.own.exists, None, 1) * self.call.repeats(walk.visits, self.heads)
             for walk in self.walks
         )
 

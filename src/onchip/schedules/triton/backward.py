@@ -492,6 +492,74 @@ def trace_back(
     return dq
 
 
+@triton.jit
+def place_of(b, head, layout, bounds, sizes):
+    """Of a sequence and a head: what steps of scores are told of them, and the band."""
+    cu_q, cu_k, used_q, used_k = layout
+    low, high, low_aligned, high_aligned, lows, highs = bounds
+    batch, length_q, length_k = sizes
+    token_q, room_q, count_q = extent(b, cu_q, used_q, length_q, batch)
+    token_k, room_k, count_k = extent(b, cu_k, used_k, length_k, batch)
+    band = band_of(b, count_q, count_k, batch, low, high, low_aligned, high_aligned, lows, highs)
+    return (b.to(tl.int64), head.to(tl.int64), token_q, token_k, count_q, count_k), band
+
+
+@triton.jit
+def rows_to(
+    b, head, row, where, band, given,
+    D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BQ: tl.constexpr,
+    EVERY: tl.constexpr, VECTOR: tl.constexpr,
+):  # fmt: skip
+    """What a tile of pairs needs of its rows: q, do, LSE, delta, and the columns that they see."""
+    query, grad_out, lse, delta, q_offsets, do_offsets, q_strides, do_strides, row_strides = given
+    q_b, q_h, q_n = q_strides
+    do_b, do_h, do_n = do_strides
+    row_b, row_h = row_strides
+    sequence, head_of, token_q, token_k, count_q, count_k = where
+    position = row + tl.arange(0, BQ)
+    lives = position < count_q
+    q_start = start_of(query, b, head, token_q + row, q_b, q_h, q_n, VECTOR)
+    do_start = start_of(grad_out, b, head, token_q + row, do_b, do_h, do_n, VECTOR)
+    q = load_tile(q_start, q_offsets, lives, True, D, BLOCK_D)
+    do = load_tile(do_start, do_offsets, lives, True, DV, BLOCK_DV)
+    values = rows_of(b, head, token_q, row_b, row_h)
+    row_lse, row_delta = load_row_values(lse + values, delta + values, position, lives, True)
+    if not EVERY:
+        sees = (row_lse < float("inf")) | (row_lse != row_lse)
+        do = tl.where(sees[:, None], do, 0.0).to(do.dtype)
+    begins, ends = range_of(position, lives, band[0], band[1], count_k)
+    return q, do, row_lse, row_delta, begins, ends
+
+
+@triton.jit
+def pairs_of(
+    b, kv_head, row, column, where, rows, keys, scores, dropout, given, weighted,
+    keep: tl.constexpr, change: tl.constexpr, weigh: tl.constexpr,
+    D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BQ: tl.constexpr,
+    BK: tl.constexpr, LOW: tl.constexpr, CAREFUL: tl.constexpr, EIGHTS: tl.constexpr, VECTOR: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """The gradient of the scores of a tile of pairs, times `weigh`."""
+    q, do, row_lse, row_delta, begins, ends = rows
+    key, value, k_offsets, v_offsets, k_strides, v_strides = keys
+    k_b, k_h, k_n = k_strides
+    v_b, v_h, v_n = v_strides
+    sequence, head, token_q, token_k, count_q, count_k = where
+    i = (row + tl.arange(0, BQ))[:, None]
+    j = column + tl.arange(0, BK)
+    k_start = start_of(key, b, kv_head, token_k + column, k_b, k_h, k_n, VECTOR)
+    v_start = start_of(value, b, kv_head, token_k + column, v_b, v_h, v_n, VECTOR)
+    k = load_tile(k_start, k_offsets, j < count_k, True, D, BLOCK_D)
+    v = load_tile(v_start, v_offsets, j < count_k, True, DV, BLOCK_DV)
+    weight, g, ds, seen = score_gradient(
+        q, k, do, v, row_lse[:, None], row_delta[:, None], i, j[None, :], begins[:, None], ends[:, None], column,
+        where, scores, dropout, given, keep, change, None, BK, False, True, LOW, CAREFUL, EIGHTS, PRECISION,
+    )  # fmt: skip
+    if weigh is not None:
+        g *= weigh(nearest(i, count_q), nearest(j[None, :], count_k), where, weighted)
+    return g
+
+
 @triton.jit(do_not_specialize=UNSPECIALIZED)
 def gradient_kernel(
     query, key, value, grad_out, lse, delta, total, unusual,
@@ -511,8 +579,8 @@ def gradient_kernel(
     GROUP: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BQ: tl.constexpr, BK: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    LOW: tl.constexpr, CAREFUL: tl.constexpr, EIGHTS: tl.constexpr,
-    WIDE: tl.constexpr, VECTOR: tl.constexpr, PRECISION: tl.constexpr,
+    LOW: tl.constexpr, CAREFUL: tl.constexpr, EIGHTS: tl.constexpr, EVERY: tl.constexpr, ALIKE: tl.constexpr,
+    WHOLE: tl.constexpr, WIDE: tl.constexpr, VECTOR: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The gradient of scores, times `weigh` of the pair, summed over the extents along which `total` has one entry.
 
@@ -536,59 +604,58 @@ def gradient_kernel(
     k_offsets = offsets_of(c, 0, k_h, k_n, k_d, BLOCK_D, 1, WIDE, VECTOR)
     v_offsets = offsets_of(c, 0, v_h, v_n, v_d, BLOCK_DV, 1, WIDE, VECTOR)
     do_offsets = offsets_of(r, 0, do_h, do_n, do_d, BLOCK_DV, 1, WIDE, VECTOR)
-    sums = tl.zeros([BQ, BK], tl.float32)
+    rows_at = (query, grad_out, lse, delta, q_offsets, do_offsets, (q_b, q_h, q_n), (do_b, do_h, do_n), (row_b, row_h))
+    keys_at = (key, value, k_offsets, v_offsets, (k_b, k_h, k_n), (v_b, v_h, v_n))
+    layout = (cu_q, cu_k, used_q, used_k)
+    bounds = (low, high, low_aligned, high_aligned, lows, highs)
+    sizes = (batch, length_q, length_k)
     dropout = (seed, threshold, kept_scale)
-    for step_b in range(0, sums_b):
-        b = first_b + step_b
-        sequence = b.to(tl.int64)
-        token_q, room_q, count_q = extent(b, cu_q, used_q, length_q, batch)
-        token_k, room_k, count_k = extent(b, cu_k, used_k, length_k, batch)
-        least, most = band_of(b, count_q, count_k, batch, low, high, low_aligned, high_aligned, lows, highs)
-        begin_q = tile_q * BQ if ROWS else tile_q * 0
-        end_q = tl.minimum(begin_q + BQ, count_q) if ROWS else count_q
-        for step_h in range(0, sums_h):
-            head = (first_h + step_h).to(tl.int64)
-            where = (sequence, head, token_q, token_k, count_q, count_k)
-            values = rows_of(b, head, token_q, row_b, row_h)
-            for row in range(begin_q, end_q, BQ):
-                position = row + r
-                lives = position < count_q
-                q_start = start_of(query, b, head, token_q + row, q_b, q_h, q_n, VECTOR)
-                do_start = start_of(grad_out, b, head, token_q + row, do_b, do_h, do_n, VECTOR)
-                q = load_tile(q_start, q_offsets, lives, True, D, BLOCK_D)
-                do = load_tile(do_start, do_offsets, lives, True, DV, BLOCK_DV)
-                row_lse, row_delta = load_row_values(lse + values, delta + values, position, lives, True)
-                sees = (row_lse < float("inf")) | (row_lse != row_lse)
-                do = tl.where(sees[:, None], do, 0.0).to(do.dtype)
-                last = tl.minimum(row + BQ, count_q) - 1
-                begins, ends = range_of(position, lives, least, most, count_k)
-                start, full_start, full_stop, stop = visits(row, last, least, most, count_k, BK, True)
-                if COLUMNS:
-                    start = tl.maximum(start, tile_k * BK)
-                    stop = tl.minimum(stop, tile_k * BK + BK)
-                for step in range(start, stop, BK):
-                    column = multiple(step, BK, EIGHTS)
-                    j = column + c
-                    k_start = start_of(key, b, head // GROUP, token_k + column, k_b, k_h, k_n, VECTOR)
-                    v_start = start_of(value, b, head // GROUP, token_k + column, v_b, v_h, v_n, VECTOR)
-                    there = j < count_k
-                    k = load_tile(k_start, k_offsets, there, True, D, BLOCK_D)
-                    v = load_tile(v_start, v_offsets, there, True, DV, BLOCK_DV)
-                    weight, g, ds, seen = score_gradient(
-                        q, k, do, v, row_lse[:, None], row_delta[:, None], position[:, None], j[None, :],
-                        begins[:, None], ends[:, None], column, where, scores, dropout, given, keep, change, None, BK,
-                        False, True, LOW, CAREFUL, EIGHTS, PRECISION,
-                    )  # fmt: skip
-                    if weigh is not None:
-                        g *= weigh(nearest(position[:, None], count_q), nearest(j[None, :], count_k), where, weighted)
-                    sums += g
+    sums = tl.zeros([BQ, BK], tl.float32)
+    if ALIKE and ROWS and COLUMNS:
+        # one loop over sequences and heads, so that it can be pipelined, of pairs that are the same for all
+        row, column = tile_q * BQ, multiple(tile_k * BK, BK, EIGHTS)
+        where, band = place_of(first_b, first_h, layout, bounds, sizes)
+        last = tl.minimum(row + BQ, where[4]) - 1
+        start, full_start, full_stop, stop = visits(row, last, band[0], band[1], where[5], BK, True)
+        steps = tl.where((column >= start) & (column < stop), sums_b * sums_h, 0)
+        for step in range(0, steps):
+            b, head = first_b + step // sums_h, first_h + step % sums_h
+            where, band = place_of(b, head, layout, bounds, sizes)
+            of_rows = rows_to(b, head, row, where, band, rows_at, D, DV, BLOCK_D, BLOCK_DV, BQ, EVERY, VECTOR)
+            sums += pairs_of(
+                b, head // GROUP, row, column, where, of_rows, keys_at, scores, dropout, given, weighted, keep, change,
+                weigh, D, DV, BLOCK_D, BLOCK_DV, BQ, BK, LOW, CAREFUL, EIGHTS, VECTOR, PRECISION,
+            )  # fmt: skip
+    else:
+        for step_b in range(0, sums_b):
+            b = first_b + step_b
+            for step_h in range(0, sums_h):
+                head = first_h + step_h
+                where, band = place_of(b, head, layout, bounds, sizes)
+                begin_q = tile_q * BQ if ROWS else tile_q * 0
+                end_q = tl.minimum(begin_q + BQ, where[4]) if ROWS else where[4]
+                for row in range(begin_q, end_q, BQ):
+                    of_rows = rows_to(b, head, row, where, band, rows_at, D, DV, BLOCK_D, BLOCK_DV, BQ, EVERY, VECTOR)
+                    last = tl.minimum(row + BQ, where[4]) - 1
+                    start, full_start, full_stop, stop = visits(row, last, band[0], band[1], where[5], BK, True)
+                    if COLUMNS:
+                        start = tl.maximum(start, tile_k * BK)
+                        stop = tl.minimum(stop, tile_k * BK + BK)
+                    for step in range(start, stop, BK):
+                        sums += pairs_of(
+                            b, head // GROUP, row, multiple(step, BK, EIGHTS), where, of_rows, keys_at, scores, dropout,
+                            given, weighted, keep, change, weigh, D, DV, BLOCK_D, BLOCK_DV, BQ, BK, LOW, CAREFUL,
+                            EIGHTS, VECTOR, PRECISION,
+                        )  # fmt: skip
+    # in whole eights entries are stored in vectors
+    total_b, total_h = multiple(total_b, 8, WHOLE), multiple(total_h, 8, WHOLE)
+    total_q, columns = multiple(total_q, 8, WHOLE), multiple(columns, 8, WHOLE)
     target = total + (place // parts_h).to(tl.int64) * total_b + (place % parts_h).to(tl.int64) * total_h
     if ROWS and COLUMNS:
         i = (tile_q * BQ + r)[:, None]
         j = (tile_k * BK + c)[None, :]
         inside = (i < rows) & (j < columns)
-        pointers = target + i.to(tl.int64) * total_q + j.to(tl.int64) * total_k
-        tl.store(pointers, sums.to(total.dtype.element_ty), mask=inside)
+        tl.store(target + i.to(tl.int64) * total_q + j, sums.to(total.dtype.element_ty), mask=inside)
     elif ROWS:
         i = tile_q * BQ + r
         tl.store(target + i.to(tl.int64) * total_q, tl.sum(sums, 1).to(total.dtype.element_ty), mask=i < rows)
@@ -788,8 +855,8 @@ class _Backward:
                 problem.heads_q, problem.length_q, problem.length_k, sums_b, sums_h, tiles_q, tiles_k, rows, columns,
                 *call.layout, *call.band.arguments, call.scale, *call.dropout, call.given(call.semantics.reads),
                 call.given(reads), keep=call.semantics.keep, change=call.semantics.change, weigh=weigh,
-                ROWS=rows > 1, COLUMNS=columns > 1, CAREFUL=careful, WIDE=call.wide(*self._inputs), VECTOR=vector,
-                **constants,
+                ROWS=rows > 1, COLUMNS=columns > 1, CAREFUL=careful, EVERY=call.reads_every_row and not careful,
+                ALIKE=call.alike, WHOLE=columns % 8 == 0, WIDE=call.wide(*self._inputs), VECTOR=vector, **constants,
             )  # fmt: skip
 
 

@@ -123,10 +123,15 @@ class Call(gpu.Call):
         return (True, False) if self.careful else (False,)
 
     @property
+    def alike(self) -> bool:
+        """Whether all sequences have the same rows and columns, under the same band."""
+        return self.problem.layout == "dense" and self.band.lows is None and self.band.highs is None
+
+    @property
     def sees_every_row(self) -> bool:
         """Whether shapes alone say that every row sees a key, and so may hold nothing that is not to be read."""
         problem, low, high = self.problem, self.band.low, self.band.high
-        if problem.layout != "dense" or self.careful or self.band.lows is not None or self.band.highs is not None:
+        if not self.alike or self.careful:
             return False
         last = problem.length_k - 1
         meets = low is None or (low + problem.length_q - 1 <= last and (high is None or low <= high))

@@ -125,10 +125,14 @@ def _gradient(call: Call, step: Bias | Alibi) -> list[Kernel]:
     if not full and shape[2:] == (1, 1) and not call.packed:
         made = (*made[:2], problem.length_q, 1)
     counts = Counts(call, GRADIENT, problem.heads_q)
-    # a program of one tile of columns loads its rows all the same
-    repeats = -(-made[3] // counts.tile.columns) if made[3] > 1 else 1
-    owned, loaded = counts.owned() * problem.heads_q, counts.others_loaded
-    _rows_of(counts, owned * repeats, owned)
+    loaded = counts.others_loaded
+    if full and call.alike:
+        _rows_of(counts, counts.own_loaded, counts.own_touched())
+    else:
+        # a program of one tile of columns loads its rows all the same
+        repeats = -(-made[3] // counts.tile.columns) if made[3] > 1 else 1
+        owned = counts.owned() * problem.heads_q
+        _rows_of(counts, owned * repeats, owned)
     touched = counts.others_touched(problem.group)
     counts.add("key", problem.dim_qk * counts.width, loaded, touched)
     counts.add("value", problem.dim_v * counts.width, loaded, touched)
