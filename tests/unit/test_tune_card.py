@@ -95,7 +95,7 @@ def test_candidates_are_compiled_with_their_tiles_and_not_launched(loader, kerne
 
 
 def test_a_kernel_is_out_that_spills_or_does_not_fit(loader):
-    case = Case("forward", 16, torch.bfloat16, "plain")
+    case = Case("forward", 16, torch.bfloat16, "short")
     inputs = on_the_card(timed(case, CPU, tokens=256, length=128))
     compiled = card()._compile(case, [SMALL], lambda: module._start_all(case, inputs))[SMALL]
     shared = compiled[0].metadata.shared
@@ -107,7 +107,7 @@ def test_a_kernel_is_out_that_spills_or_does_not_fit(loader):
 
 
 def test_a_kernel_that_does_not_compile_stands_alone(loader):
-    case = Case("forward", 16, torch.bfloat16, "plain")
+    case = Case("forward", 16, torch.bfloat16, "short")
     inputs = on_the_card(timed(case, CPU, tokens=256, length=128))
     wrong = Tile(48, 32, 4, 2)
     found = card()._compile(case, [wrong, SMALL], lambda: module._start_all(case, inputs))
@@ -212,7 +212,7 @@ def test_what_failed_beside_other_threads_is_compiled_alone(loader, monkeypatch)
             raise SystemError("AST constructor recursion depth mismatch (before=33, after=75)")
         return parse(kernel)
 
-    case = Case("forward", 16, torch.bfloat16, "plain")
+    case = Case("forward", 16, torch.bfloat16, "short")
     inputs = on_the_card(timed(case, CPU, tokens=256, length=128))
     monkeypatch.setattr(JITFunction, "parse", disturbed)
     found = card()._compile(case, [SMALL], lambda: module._start_all(case, inputs))

@@ -16,7 +16,7 @@ from torch import Tensor
 from onchip import masks, scores
 from onchip.attention import plan, plan_varlen
 from onchip.problem import Problem
-from onchip.schedules.triton.tiles import KINDS
+from onchip.schedules.triton.tiles import KINDS, SHORT
 
 TOKENS, LENGTH, WIDTH = 16384, 4096, 2048
 """Tokens in all, tokens of a sequence, and heads times head dim: as FlashAttention's benchmarks have them (Dao 2023,
@@ -70,7 +70,7 @@ def cases(
         for kind in kinds
         if not only or {kernel, kind, f"{kernel}:{kind}"}.intersection(only)
     ]
-    order = ("plain", "band", "grouped", "few", "changed")
+    order = ("plain", "short", "band", "grouped", "few", "changed")
     return sorted(found, key=lambda case: order.index(case.kind))
 
 
@@ -92,11 +92,12 @@ class Inputs:
 def timed(case: Case, device: torch.device, tokens: int = TOKENS, length: int = LENGTH) -> Inputs:
     """The problem that a case is timed on: normal values, the same every time.
 
-    "plain" has no mask; "band" is causal; "changed" is causal with ALiBi; "grouped" causal with four query heads for a
+    "plain" has no mask, and "short" few keys beside; "band" is causal; "changed" is causal with ALiBi; "grouped" causal with four query heads for a
     key head; "few" is a step of decoding with such groups.
     """
     heads = max(GROUP, WIDTH // case.dim // GROUP * GROUP)
     groups = heads // GROUP if case.kind in ("few", "grouped") else heads
+    length = min(length, SHORT) if case.kind == "short" else length
     batch, rows = (DECODED, 1) if case.kind == "few" else (max(1, tokens // length), length)
     generator = torch.Generator(device).manual_seed(0)
 
@@ -107,14 +108,15 @@ def timed(case: Case, device: torch.device, tokens: int = TOKENS, length: int = 
     key, value = normal(batch, groups, length, case.dim), normal(batch, groups, length, case.dim)
     slopes = torch.logspace(-1, -8, heads, base=2.0, device=device).requires_grad_()
     options: dict[str, Any] = {"score": scores.alibi(slopes)} if case.kind == "changed" else {}
-    return Inputs(plan(query, key, value, causal=case.kind != "plain", **options).problem, query, key, value)
+    return Inputs(plan(query, key, value, causal=case.kind not in ("plain", "short"), **options).problem, query, key, value)
 
 
 def heaviest(case: Case, device: torch.device) -> list[Inputs]:
     """Small problems of a case's row whose kernels hold the most: padded and packed, with all that its kind has."""
     few, grouped = case.kind == "few", case.kind in ("few", "grouped")
     heads, groups = (2 * GROUP, 2) if grouped else (2, 2)
-    length, rows = 256, 4 if few else 256
+    length = 2 * SHORT if case.kind == "plain" else 256
+    rows = 4 if few else length
 
     def strided(*shape: int) -> Tensor:
         # an odd row stride: nothing is read in vectors
@@ -122,7 +124,7 @@ def heaviest(case: Case, device: torch.device) -> list[Inputs]:
 
     lengths = (torch.full((2,), rows - 1, device=device), torch.full((2,), length - 1, device=device))
     offsets = (torch.arange(3, device=device, dtype=torch.int32) * size for size in (rows, length))
-    banded = {} if case.kind == "plain" else {"causal": True, "window": (length // 2, 0)}
+    banded = {} if case.kind in ("plain", "short") else {"causal": True, "window": (length // 2, 0)}
     sink = scores.sink(torch.zeros(heads, device=device))
     changes = case.kind in ("changed", "few")
     slopes = torch.ones(heads, device=device, requires_grad=True)

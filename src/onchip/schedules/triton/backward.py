@@ -579,7 +579,7 @@ def gradient_kernel(
     GROUP: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BQ: tl.constexpr, BK: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    LOW: tl.constexpr, CAREFUL: tl.constexpr, EIGHTS: tl.constexpr, EVERY: tl.constexpr, ALIKE: tl.constexpr,
+    LOW: tl.constexpr, CAREFUL: tl.constexpr, EIGHTS: tl.constexpr, EVERY: tl.constexpr, ONE_LOOP: tl.constexpr,
     WHOLE: tl.constexpr, WIDE: tl.constexpr, VECTOR: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The gradient of scores, times `weigh` of the pair, summed over the extents along which `total` has one entry.
@@ -611,7 +611,7 @@ def gradient_kernel(
     sizes = (batch, length_q, length_k)
     dropout = (seed, threshold, kept_scale)
     sums = tl.zeros([BQ, BK], tl.float32)
-    if ALIKE and ROWS and COLUMNS:
+    if ONE_LOOP and ROWS and COLUMNS:
         # one loop over sequences and heads, so that it can be pipelined, of pairs that are the same for all
         row, column = tile_q * BQ, multiple(tile_k * BK, BK, EIGHTS)
         where, band = place_of(first_b, first_h, layout, bounds, sizes)
@@ -856,7 +856,7 @@ class _Backward:
                 *call.layout, *call.band.arguments, call.scale, *call.dropout, call.given(call.semantics.reads),
                 call.given(reads), keep=call.semantics.keep, change=call.semantics.change, weigh=weigh,
                 ROWS=rows > 1, COLUMNS=columns > 1, CAREFUL=careful, EVERY=call.reads_every_row and not careful,
-                ALIKE=call.alike, WHOLE=columns % 8 == 0, WIDE=call.wide(*self._inputs), VECTOR=vector, **constants,
+                ONE_LOOP=call.sums_in_one_loop, WHOLE=columns % 8 == 0, WIDE=call.wide(*self._inputs), VECTOR=vector, **constants,
             )  # fmt: skip
 
 

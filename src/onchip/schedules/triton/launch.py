@@ -17,7 +17,7 @@ from onchip.gpu.walk import BLOCK, Axis, ListVisits, Walk
 from onchip.normal_form import Tiles
 from onchip.problem import Problem
 from onchip.schedules.triton.limits import SIZES
-from onchip.schedules.triton.tiles import FEW, Tile
+from onchip.schedules.triton.tiles import FEW, SHORT, Tile
 from onchip.schedules.triton.tuned import Choice, choose, generation
 from onchip.states import EMPTY, PARTIAL
 from onchip.tile import RectGeometry
@@ -128,6 +128,11 @@ class Call(gpu.Call):
         return self.problem.layout == "dense" and self.band.lows is None and self.band.highs is None
 
     @property
+    def sums_in_one_loop(self) -> bool:
+        """Whether a tile of a bias' gradient walks over sequences and heads in one loop; tiles of float32 spill there."""
+        return self.alike and self.problem.dtype.itemsize < 4
+
+    @property
     def sees_every_row(self) -> bool:
         """Whether shapes alone say that every row sees a key, and so may hold nothing that is not to be read."""
         problem, low, high = self.problem, self.band.low, self.band.high
@@ -149,7 +154,9 @@ class Call(gpu.Call):
             return "changed"
         if self.problem.group > 1 and kernel == KEYS:
             return "grouped"
-        return "band" if self.band.has_low or self.band.has_high else "plain"
+        if self.band.has_low or self.band.has_high:
+            return "band"
+        return "short" if kernel == FORWARD and self.problem.length_k <= SHORT else "plain"
 
     def _choice(self, kernel: str) -> Choice:
         problem = self.problem

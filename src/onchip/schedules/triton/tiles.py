@@ -1,7 +1,7 @@
 """Tile sizes as data: one frozen configuration for each architecture, kernel, head dim, dtype and kind of problem.
 
-Nothing is tuned in a call. A row is chosen by what a problem is, never by its lengths, so a kernel that was compiled
-once serves every length. What `onchip tune` measured on a card wins over this table there: see tuned.py.
+Nothing is tuned in a call. A row is chosen by what a problem is, of its lengths only whether they are short, so a kernel
+that was compiled once serves every other length. What `onchip tune` measured on a card wins over this table there: see tuned.py.
 """
 
 from __future__ import annotations
@@ -24,6 +24,10 @@ class Tile:
 FEW = 64
 """Query heads of a group stand in one tile if there are no more positions than this."""
 
+SHORT = 1024
+"""Keys of a plain forward that is over before a large tile pays: smaller programs share a multiprocessor, and one
+begins or ends while another one computes."""
+
 KERNELS = (FORWARD, KEYS, QUERIES, GRADIENT)
 INTERPRETED = Tile(16, 32, 1, 1)
 
@@ -43,8 +47,8 @@ class Row:
         kernel: one of KERNELS.
         dim: fits up to this head dim, the larger of the two.
         bits: of an element, 16 or 32.
-        kinds: "plain", "band", "changed" (scores, dropout or a mask beyond a band), "few" (packed heads), "grouped" (of
-            KEYS: more query heads than key heads); () is any.
+        kinds: "plain", "short" (of FORWARD: plain, with few keys), "band", "changed" (scores, dropout or a mask beyond
+            a band), "few" (packed heads), "grouped" (of KEYS: more query heads than key heads); () is any.
         source: where its figures come from: COMPILED, or "measured on" and the card (`onchip tune --print-table`).
     """
 
@@ -58,7 +62,7 @@ class Row:
 
 
 KINDS = {
-    FORWARD: ("plain", "band", "changed", "few"),
+    FORWARD: ("plain", "short", "band", "changed", "few"),
     KEYS: ("plain", "band", "changed", "grouped"),
     QUERIES: ("plain", "band", "changed", "few"),
     GRADIENT: ("changed",),
@@ -68,18 +72,18 @@ DIMS = (64, 128, 256)
 """Head dims that rows reach up to; a smaller head takes the next of them."""
 
 ANY: tuple[str, ...] = ()
-REGULAR = ("plain", "band", "grouped")
+REGULAR = ("plain", "short", "band", "grouped")
 AMPERE, HOPPER, CDNA3 = ("sm_80", "sm_86", "sm_89"), ("sm_90",), ("gfx942",)
 TABLE = (
     # wgmma takes 64 rows of a product for four warps
     Row(HOPPER, FORWARD, 64, 16, REGULAR, Tile(128, 64, 8, 3), H200),
     Row(HOPPER, FORWARD, 64, 16, ("changed",), Tile(64, 64, 4, 3), H200),
     Row(HOPPER, FORWARD, 128, 16, ("plain",), Tile(128, 128, 8, 3), H200),
-    Row(HOPPER, FORWARD, 128, 16, ("band",), Tile(64, 64, 4, 3), H200),
-    Row(HOPPER, FORWARD, 128, 16, ("changed",), Tile(64, 64, 4, 3), H200),
+    Row(HOPPER, FORWARD, 128, 16, ("short", "band"), Tile(64, 64, 4, 3), H200),
+    Row(HOPPER, FORWARD, 128, 16, ("changed",), Tile(128, 64, 8, 3), H200),
     Row(HOPPER, FORWARD, 256, 16, REGULAR, Tile(128, 64, 8, 2), H200),
     Row(HOPPER, KEYS, 64, 16, REGULAR, Tile(64, 64, 4, 3), H200),
-    Row(HOPPER, KEYS, 64, 16, ("changed",), Tile(64, 64, 4, 2), H200),
+    Row(HOPPER, KEYS, 64, 16, ("changed",), Tile(32, 64, 4, 3), H200),
     Row(HOPPER, KEYS, 128, 16, ANY, Tile(32, 128, 8, 3), H200),
     Row(HOPPER, KEYS, 256, 16, ("plain",), Tile(64, 32, 8, 2), H200),
     Row(HOPPER, KEYS, 256, 16, REGULAR, Tile(64, 32, 8, 2)),
@@ -88,7 +92,7 @@ TABLE = (
     Row(HOPPER, QUERIES, 128, 16, (*REGULAR, "changed"), Tile(128, 64, 8, 3), H200),
     Row(HOPPER, QUERIES, 256, 16, ("plain",), Tile(32, 64, 4, 2), H200),
     Row(HOPPER, QUERIES, 256, 16, REGULAR, Tile(32, 64, 4, 2)),
-    Row(HOPPER, GRADIENT, 128, 16, ANY, Tile(64, 64, 4, 1), H200),
+    Row(HOPPER, GRADIENT, 128, 16, ANY, Tile(64, 32, 4, 2)),
     Row(CDNA3, FORWARD, 128, 16, ANY, Tile(64, 32, 8, 2)),
     Row(CDNA3, KEYS, 64, 16, ("changed",), Tile(16, 64, 4, 2)),
     Row(CDNA3, KEYS, 128, 16, ANY, Tile(16, 64, 4, 2)),

@@ -126,7 +126,7 @@ def _gradient(call: Call, step: Bias | Alibi) -> list[Kernel]:
         made = (*made[:2], problem.length_q, 1)
     counts = Counts(call, GRADIENT, problem.heads_q)
     loaded = counts.others_loaded
-    if full and call.alike:
+    if full and call.sums_in_one_loop:
         _rows_of(counts, counts.own_loaded, counts.own_touched())
     else:
         # a program of one tile of columns loads its rows all the same
