@@ -37,6 +37,7 @@ class Case:
         deterministic: equal bits over repeats are asked for.
         flagged: the first keys score far above all others, so that a row's maximum is not where a walk from the
             diagonal or from the last key down begins (see gpu_inputs.draw).
+        recorded: a forward's inputs take a gradient, so that the call keeps what a backward needs.
         sequences: lengths of packed sequences, which are then the batch; `length` is the longest.
         documents: lengths of the documents that one sequence is made of.
         timing: one of TIMINGS.
@@ -58,6 +59,7 @@ class Case:
     bias: bool = False
     deterministic: bool = False
     flagged: bool = False
+    recorded: bool = False
     sequences: tuple[int, ...] = ()
     documents: tuple[int, ...] = ()
     timing: str = "eager"
@@ -90,7 +92,7 @@ class Case:
         dims = f"d{self.dim}" + (f"/{self.dim_value}" if self.dim_value else "")
         words = [self.direction, dims, f"n{self.length}", "causal" if self.causal else "full", self.dtype]
         words += self.features.values()
-        words += ["flagged"] * self.flagged + ["contiguous"] * self.contiguous
+        words += ["flagged"] * self.flagged + ["contiguous"] * self.contiguous + ["recorded"] * self.recorded
         return " ".join([*words, *([] if self.timing == "eager" else [self.timing])])
 
     @property
@@ -98,7 +100,7 @@ class Case:
         """What the name of a record's file would not tell otherwise, as the end of the suite's name."""
         said = {"grouped", "window", "packed", "documents"}
         words = [words for name, words in self.features.items() if name not in said]
-        words += ["flagged"] * self.flagged + ["contiguous"] * self.contiguous
+        words += ["flagged"] * self.flagged + ["contiguous"] * self.contiguous + ["recorded"] * self.recorded
         words += [] if self.timing == "eager" else [self.timing]
         return slug(" ".join(words))
 

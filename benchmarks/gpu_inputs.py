@@ -49,7 +49,7 @@ def draw(case: Case, device: torch.device) -> Inputs:
     In a flagged case every query scores FLAGGED_SCORE more with the keys FLAGGED_KEYS than with any other, give or take
     the random part: an attention sink that lies behind the first block of columns of any kernel here.
     """
-    dtype, differentiable = getattr(torch, case.dtype), case.direction != "forward"
+    dtype, differentiable = getattr(torch, case.dtype), case.recorded or case.direction != "forward"
     heads_kv, dim_value = case.heads_kv or case.heads, case.dim_value or case.dim
 
     def tensor(heads: int, dim: int) -> Tensor:

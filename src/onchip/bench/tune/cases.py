@@ -92,8 +92,8 @@ class Inputs:
 def timed(case: Case, device: torch.device, tokens: int = TOKENS, length: int = LENGTH) -> Inputs:
     """The problem that a case is timed on: normal values, the same every time.
 
-    "plain" has no mask, and "short" few keys beside; "band" is causal; "changed" is causal with ALiBi; "grouped" causal with four query heads for a
-    key head; "few" is a step of decoding with such groups.
+    "plain" has no mask, and "short" few keys beside; "band" is causal; "changed" is causal with ALiBi; "grouped" causal
+    with four query heads for a key head; "few" is a step of decoding with such groups.
     """
     heads = max(GROUP, WIDTH // case.dim // GROUP * GROUP)
     groups = heads // GROUP if case.kind in ("few", "grouped") else heads
@@ -108,7 +108,9 @@ def timed(case: Case, device: torch.device, tokens: int = TOKENS, length: int = 
     key, value = normal(batch, groups, length, case.dim), normal(batch, groups, length, case.dim)
     slopes = torch.logspace(-1, -8, heads, base=2.0, device=device).requires_grad_()
     options: dict[str, Any] = {"score": scores.alibi(slopes)} if case.kind == "changed" else {}
-    return Inputs(plan(query, key, value, causal=case.kind not in ("plain", "short"), **options).problem, query, key, value)
+    return Inputs(
+        plan(query, key, value, causal=case.kind not in ("plain", "short"), **options).problem, query, key, value
+    )
 
 
 def heaviest(case: Case, device: torch.device) -> list[Inputs]:

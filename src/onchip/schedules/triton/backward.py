@@ -856,7 +856,8 @@ class _Backward:
                 *call.layout, *call.band.arguments, call.scale, *call.dropout, call.given(call.semantics.reads),
                 call.given(reads), keep=call.semantics.keep, change=call.semantics.change, weigh=weigh,
                 ROWS=rows > 1, COLUMNS=columns > 1, CAREFUL=careful, EVERY=call.reads_every_row and not careful,
-                ONE_LOOP=call.sums_in_one_loop, WHOLE=columns % 8 == 0, WIDE=call.wide(*self._inputs), VECTOR=vector, **constants,
+                ONE_LOOP=call.sums_in_one_loop, WHOLE=columns % 8 == 0, WIDE=call.wide(*self._inputs), VECTOR=vector,
+                **constants,
             )  # fmt: skip
 
 

@@ -129,7 +129,7 @@ class Call(gpu.Call):
 
     @property
     def sums_in_one_loop(self) -> bool:
-        """Whether a tile of a bias' gradient walks over sequences and heads in one loop; tiles of float32 spill there."""
+        """Whether a tile of a bias' gradient walks over sequences and heads in one loop; those of float32 spill."""
         return self.alike and self.problem.dtype.itemsize < 4
 
     @property

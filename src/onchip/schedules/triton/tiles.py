@@ -1,7 +1,8 @@
 """Tile sizes as data: one frozen configuration for each architecture, kernel, head dim, dtype and kind of problem.
 
-Nothing is tuned in a call. A row is chosen by what a problem is, of its lengths only whether they are short, so a kernel
-that was compiled once serves every other length. What `onchip tune` measured on a card wins over this table there: see tuned.py.
+Nothing is tuned in a call. A row is chosen by what a problem is, of its lengths only whether they are short: a kernel
+serves any other length once it is compiled. What `onchip tune` measured on a card wins over this table there: see
+tuned.py.
 """
 
 from __future__ import annotations
