@@ -1,4 +1,4 @@
-"""What the portable kernels read of biases and masks of pairs: vectors, where eight columns lie in a row."""
+"""What portable kernels read of biases and masks, and store of gradients: vectors, where eight columns follow."""
 
 import re
 
@@ -8,17 +8,17 @@ import torch
 from tests.compile import aot
 from tests.compile.rows import Spec
 
-SHORT = re.compile(r"ld\.global\S*\.(?:[bus]8|[bus]16) ")
-"""A load of one element of a bias in 16 bits, or of a mask."""
+SINGLE = re.compile(r"(?:ld|st)\.global\S*\.(?:[bus]8|[bus]16) ")
+"""A load or store of one element of 16 bits, or of a mask."""
 
 
 @pytest.mark.parametrize("feature", [{"score": ("bias",)}, {"mask": "tensor"}], ids=["bias", "mask"])
-def test_pairs_are_read_in_vectors(feature):
+def test_pairs_are_read_and_stored_in_vectors(feature):
     spec = Spec(((256, 256),), heads=(2, 2), dims=(64, 64), **feature)
     found = {}
     for launch in aot.launches_of(spec, torch.bfloat16, "sm_90"):
         if launch.name not in ("delta", "finite"):
-            found.setdefault(launch.name, []).append(len(SHORT.findall(aot.made_of(launch, "sm_90").asm["ptx"])))
+            found.setdefault(launch.name, []).append(len(SINGLE.findall(aot.made_of(launch, "sm_90").asm["ptx"])))
     # two of each kind, see schedules/triton/finite.py
     assert len(found) == (4 if "score" in feature else 3)
     assert all(counts == [0, 0] for counts in found.values()), found

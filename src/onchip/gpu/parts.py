@@ -275,11 +275,11 @@ def nearest_column(index, length, EIGHTS: tl.constexpr):
 
 
 @triton.jit
-def multiple(step, BLOCK: tl.constexpr, EIGHTS: tl.constexpr):
-    """A step of a loop, which is a multiple of BLOCK, so that the compiler can tell if EIGHTS."""
-    if EIGHTS:
-        step = step // BLOCK * BLOCK
-    return step
+def multiple(number, BLOCK: tl.constexpr, TOLD: tl.constexpr):
+    """A number that is a multiple of BLOCK; the compiler is told so if TOLD, and reads and stores in vectors then."""
+    if TOLD:
+        number = number // BLOCK * BLOCK
+    return number
 
 
 @triton.jit

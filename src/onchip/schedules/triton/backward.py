@@ -584,9 +584,9 @@ def gradient_kernel(
 ):  # fmt: skip
     """The gradient of scores, times `weigh` of the pair, summed over the extents along which `total` has one entry.
 
-    `total` is (batch or 1, heads or 1, rows, columns). A program makes one tile of it: ROWS and COLUMNS say which
-    extents tiles divide, over the others it walks itself, and over sums_b sequences and sums_h heads. With `unusual` as
-    in the forward.
+    `total` is (batch or 1, heads or 1, rows, columns), contiguous, its columns WHOLE eights or not. A program makes one
+    tile of it: ROWS and COLUMNS say which extents tiles divide, over the others it walks itself, and over sums_b
+    sequences and sums_h heads. With `unusual` as in the forward.
     """
     if unusual is not None:
         if (tl.load(unusual) != 0) != CAREFUL:
@@ -647,7 +647,6 @@ def gradient_kernel(
                             given, weighted, keep, change, weigh, D, DV, BLOCK_D, BLOCK_DV, BQ, BK, LOW, CAREFUL,
                             EIGHTS, VECTOR, PRECISION,
                         )  # fmt: skip
-    # in whole eights entries are stored in vectors
     total_b, total_h = multiple(total_b, 8, WHOLE), multiple(total_h, 8, WHOLE)
     total_q, columns = multiple(total_q, 8, WHOLE), multiple(columns, 8, WHOLE)
     target = total + (place // parts_h).to(tl.int64) * total_b + (place % parts_h).to(tl.int64) * total_h
