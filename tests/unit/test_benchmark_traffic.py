@@ -140,8 +140,9 @@ def test_the_record_agrees_with_the_model():
             # Hopper's sections of keys and values do not stay in that cache
             most = 4.6 if case["contender"] == "hopper" else 1 + slack
             assert 1 - slack <= device / item["once_bytes"] <= most, name
-            # programs share a first cache, and what TMA adds to memory is neither read nor written to these counters
-            assert 0.4 <= l2 / item["asked_bytes"] <= 1.07, name
+            # large programs of float32 share a first cache; what TMA adds is neither read nor written to these counters
+            shared = case["dtype"] == "float32" or item["kernel"] in ("narrow_kernel", "wide_kernel")
+            assert (0.4 if shared else 0.6) <= l2 / item["asked_bytes"] <= 1.07, name
             ours += case["contender"] != "standard"
     assert ours >= 55
 

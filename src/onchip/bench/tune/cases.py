@@ -37,6 +37,11 @@ class Case:
     kind: str
 
     @property
+    def banded(self) -> bool:
+        """Whether its problems have a band, and not all pairs."""
+        return self.kind not in ("plain", "short")
+
+    @property
     def bits(self) -> int:
         return self.dtype.itemsize * 8
 
@@ -108,9 +113,7 @@ def timed(case: Case, device: torch.device, tokens: int = TOKENS, length: int = 
     key, value = normal(batch, groups, length, case.dim), normal(batch, groups, length, case.dim)
     slopes = torch.logspace(-1, -8, heads, base=2.0, device=device).requires_grad_()
     options: dict[str, Any] = {"score": scores.alibi(slopes)} if case.kind == "changed" else {}
-    return Inputs(
-        plan(query, key, value, causal=case.kind not in ("plain", "short"), **options).problem, query, key, value
-    )
+    return Inputs(plan(query, key, value, causal=case.banded, **options).problem, query, key, value)
 
 
 def heaviest(case: Case, device: torch.device) -> list[Inputs]:
@@ -126,7 +129,7 @@ def heaviest(case: Case, device: torch.device) -> list[Inputs]:
 
     lengths = (torch.full((2,), rows - 1, device=device), torch.full((2,), length - 1, device=device))
     offsets = (torch.arange(3, device=device, dtype=torch.int32) * size for size in (rows, length))
-    banded = {} if case.kind in ("plain", "short") else {"causal": True, "window": (length // 2, 0)}
+    banded = {"causal": True, "window": (length // 2, 0)} if case.banded else {}
     sink = scores.sink(torch.zeros(heads, device=device))
     changes = case.kind in ("changed", "few")
     slopes = torch.ones(heads, device=device, requires_grad=True)
