@@ -37,9 +37,8 @@ class Run:
     def forward(self, *inputs):
         self.launches.clear()
         self.out, self.lse = aot.forward.forward(self.problem, *(inputs or self.inputs), saves=True)
-        # where keys may be hidden, two forwards behind a search for what is not finite, the second one without care
-        *_, launched = self.launches
-        return launched
+        # where keys may be hidden, there is one more behind it, with care
+        return self.launches[0]
 
     def backward(self, grad_out=None, grad_lse=None, needs=(True, True, True)):
         self.launches.clear()
@@ -244,7 +243,7 @@ def test_tiles_that_are_tuned_meanwhile_are_taken(launches, monkeypatch):
     assert [launched.tile for launched in run.backward()] == [launched.tile for launched in shipped[1:]]
     tuned.forget()
     (_, *walks), launched = run.backward(), run.forward()
-    assert all(found.tile == dataclasses.astuple(tile) for found in (launched, *walks))
+    assert all(found.tile == dataclasses.astuple(tile)[:4] for found in (launched, *walks))
     monkeypatch.undo()
     tuned.forget()
     assert facts(run.forward()) == facts(shipped[0])

@@ -106,9 +106,9 @@ def test_measuring_keeps_and_prints_each_row(capsys, card, monkeypatch):
     monkeypatch.setenv("COLUMNS", "150")
     status, out, err = run(capsys, *FORWARD)
     assert (status, err) == (0, "")
-    assert "128 x 128" in out and "5 of 5 rows measured" in out and "spills" in out and "card.json" in out
+    assert "128 x 128" in out and "6 of 6 rows measured" in out and "spills" in out and "card.json" in out
     stored = tuned.read(card.path, KEY, LIMITS.shared)
-    assert {entry.kind for entry in stored.entries} == {"plain", "short", "band", "changed", "few"}
+    assert {entry.kind for entry in stored.entries} == {"plain", "short", "band", "masked", "changed", "few"}
     assert all(entry.ratio < 1 and entry.tile != entry.shipped for entry in stored.entries)
 
 
@@ -120,7 +120,7 @@ def test_what_was_measured_is_shown_beside_what_is_shipped(capsys, card, monkeyp
     assert status == 0 and "speed-up" in out and f"{1 / entry.ratio:.3f}" in out and entry.tuned_on in out
     status, out, _ = run(capsys, "--show", "--json")
     shown = json.loads(out)
-    assert len(shown["rows"]) == 5 and shown["key"]["device"] == KEY.device and shown["ignored"] is None
+    assert len(shown["rows"]) == 6 and shown["key"]["device"] == KEY.device and shown["ignored"] is None
 
 
 def test_the_printed_table_is_rows_of_tiles_py(capsys, card):
@@ -144,7 +144,7 @@ def test_reset_removes_the_file(capsys, card):
 def test_a_dry_run_counts_and_measures_nothing(capsys, card, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
     status, out, _ = run(capsys, *FORWARD, "--dry-run")
-    assert status == 0 and "candidates for 5 rows; nothing was measured" in out and not card.path.exists()
+    assert status == 0 and "candidates for 6 rows; nothing was measured" in out and not card.path.exists()
     rows = json.loads(run(capsys, *FORWARD, "--dry-run", "--json")[1])["rows"]
     assert sum(len(row["tiles"]) for row in rows) == int(out.split(" candidates for")[0].split()[-1])
     assert rows[0]["pruned"].keys() == {"shared memory", "registers", "idle warps"}
@@ -153,7 +153,7 @@ def test_a_dry_run_counts_and_measures_nothing(capsys, card, monkeypatch):
 def test_json_is_all_that_standard_output_gets(capsys, card):
     status, out, _ = run(capsys, *FORWARD, "--json")
     facts = json.loads(out)
-    assert status == 0 and facts["asked"] == len(facts["rows"]) == 5
+    assert status == 0 and facts["asked"] == len(facts["rows"]) == 6
     found = facts["rows"][0]["found"]
     assert (found["tile"]["rows"], found["tile"]["columns"]) == (128, 128) and found["dropped"]["spills"] > 0
 
@@ -161,7 +161,7 @@ def test_json_is_all_that_standard_output_gets(capsys, card):
 def test_an_interrupt_keeps_rows_and_says_so(capsys, card):
     path = card("few", KeyboardInterrupt())
     status, out, err = run(capsys, *FORWARD)
-    assert (status, err) == (INTERRUPTED, "onchip: interrupted\n") and "3 of 5 rows measured" in out
+    assert (status, err) == (INTERRUPTED, "onchip: interrupted\n") and "3 of 6 rows measured" in out
     assert len(tuned.read(path, KEY, LIMITS.shared).entries) == 3
 
 
@@ -169,14 +169,14 @@ def test_a_spent_budget_is_told(capsys, card, monkeypatch):
     monkeypatch.setattr(Fake, "open", lambda self, case, shipped: time.sleep(1))
     status, out, err = run(capsys, *FORWARD, "--budget", "1")
     assert (status, err) == (0, "") and "The time was over before the rest" in out
-    assert 1 <= len(tuned.read(card.path, KEY, LIMITS.shared).entries) < 5
+    assert 1 <= len(tuned.read(card.path, KEY, LIMITS.shared).entries) < 6
 
 
 def test_a_lost_device_ends_it_with_what_was_measured(capsys, card):
     path = card("few", RuntimeError("a candidate stopped the device: illegal access"))
     status, out, err = run(capsys, *FORWARD)
-    assert status == 1 and "3 of 5 rows measured" in out
-    assert err == "onchip: measuring stopped after 3 of 5 rows: a candidate stopped the device: illegal access\n"
+    assert status == 1 and "3 of 6 rows measured" in out
+    assert err == "onchip: measuring stopped after 3 of 6 rows: a candidate stopped the device: illegal access\n"
     assert len(tuned.read(path, KEY, LIMITS.shared).entries) == 3
 
 
@@ -184,7 +184,7 @@ def test_a_row_that_cannot_run_is_named(capsys, card, monkeypatch):
     monkeypatch.setenv("COLUMNS", "150")
     card("few", CannotRun("OutOfMemoryError: no room"))
     status, out, _ = run(capsys, *FORWARD)
-    assert status == 0 and "not run: OutOfMemoryError" in out and "4 of 5 rows measured" in out
+    assert status == 0 and "not run: OutOfMemoryError" in out and "5 of 6 rows measured" in out
 
 
 def test_a_folder_that_cannot_be_written_is_named(capsys, card, tmp_path):
@@ -201,6 +201,6 @@ def test_the_doctor_names_the_file(capsys, card, monkeypatch):
     device = torch.device("cuda", 0)
     assert doctor._tiles(device) == {"path": str(card.path), "rows": 0, "ignored": "there is none"}
     run(capsys, *FORWARD)
-    assert doctor._tiles(device) == {"path": str(card.path), "rows": 5, "ignored": None}
+    assert doctor._tiles(device) == {"path": str(card.path), "rows": 6, "ignored": None}
     monkeypatch.setenv(tuned.SWITCH, "0")
     assert doctor._tiles(device)["ignored"] == "ONCHIP_TUNED=0 is set"

@@ -24,7 +24,7 @@ def call(monkeypatch, shape=(2, 4, 300, 64), *, cu=None, **keywords):
     return launch.Call(_bind(x, x, cu, cu, x, *options.values(), None, 0.0, None, False, None, True))
 
 
-@pytest.mark.parametrize("kind", ["plain", "short", "band", "changed", "few", "grouped"])
+@pytest.mark.parametrize("kind", ["plain", "short", "band", "masked", "changed", "few", "grouped"])
 @pytest.mark.parametrize("architecture", ["sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "gfx942", "interpreter"])
 def test_every_problem_has_a_tile(architecture, kind):
     for kernel in tiles.KERNELS:

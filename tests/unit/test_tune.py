@@ -64,9 +64,14 @@ class Fake:
 
 
 def area(tile):
-    """A cost with one best tile: 128 x 128 with 8 warps and 3 stages."""
-    sizes = zip(dataclasses.astuple(tile), (128, 128, 8, 3), strict=True)
-    return 1 + sum(abs(one.bit_length() - best.bit_length()) + (one != best) for one, best in sizes)
+    """A cost with one best tile: 128 x 128 with 8 warps and 3 stages, and all the registers that they like."""
+    *sizes, registers = dataclasses.astuple(tile)
+    sizes = zip(sizes, (128, 128, 8, 3), strict=True)
+    return (
+        1
+        + (registers is not None)
+        + sum(abs(one.bit_length() - best.bit_length()) + (one != best) for one, best in sizes)
+    )
 
 
 # Cases
@@ -128,7 +133,9 @@ def test_candidates_near_the_shipped_tile_come_first():
     first = candidates(CASE, SHIPPED, H200).tiles[:6]
     for tile in first:
         changed = [
-            name for name in ("rows", "columns", "warps", "stages") if getattr(tile, name) != getattr(SHIPPED, name)
+            field.name
+            for field in dataclasses.fields(Tile)
+            if getattr(tile, field.name) != getattr(SHIPPED, field.name)
         ]
         assert len(changed) == 1, f"{tile} differs from {SHIPPED} in {changed}"
 
@@ -221,7 +228,7 @@ def test_an_interrupt_keeps_what_was_measured(tmp_path):
     done, _ = run(fake, cases(["forward"], dims=(64,)), path)
     with pytest.raises(KeyboardInterrupt):
         list(done)
-    assert 1 <= len(read(path, KEY, H200.shared).entries) < 5 and not fake.is_open
+    assert 1 <= len(read(path, KEY, H200.shared).entries) < 6 and not fake.is_open
 
 
 def test_what_is_measured_again_replaces_and_the_rest_stays(tmp_path):
@@ -229,7 +236,7 @@ def test_what_is_measured_again_replaces_and_the_rest_stays(tmp_path):
     list(run(Fake(area), cases(["forward"], dims=(64,)), path)[0])
     list(run(Fake(lambda tile: 1.0), [CASE], path)[0])
     entries = {entry.kind: entry for entry in read(path, KEY, H200.shared).entries}
-    assert len(entries) == 5
+    assert len(entries) == 6
     assert entries["band"].tile == SHIPPED and entries["plain"].tile != SHIPPED
 
 
@@ -238,7 +245,7 @@ def test_a_case_that_cannot_run_is_told_and_passed_over(tmp_path):
     measured = list(run(Fake(area, missing=todo[:1]), todo, tmp_path / "card.json")[0])
     assert (measured[0].found, measured[0].reason) == (None, "out of memory")
     assert all(each.found is not None for each in measured[1:])
-    assert len(read(tmp_path / "card.json", KEY, H200.shared).entries) == 4
+    assert len(read(tmp_path / "card.json", KEY, H200.shared).entries) == 5
 
 
 def test_the_budget_is_shared_by_the_cases(tmp_path):

@@ -119,6 +119,8 @@ BROKEN = {
     "wider than a block of the lists": text_of(tile={"rows": 128, "columns": 256, "warps": 8, "stages": 2}),
     "warps": text_of(tile={"rows": 64, "columns": 64, "warps": 3, "stages": 2}),
     "no stage": text_of(tile={"rows": 64, "columns": 64, "warps": 4, "stages": 0}),
+    "registers": text_of(tile={"rows": 64, "columns": 64, "warps": 4, "stages": 2, "registers": 100}),
+    "half a register": text_of(tile={"rows": 64, "columns": 64, "warps": 4, "stages": 2, "registers": 128.0}),
     "a bool": text_of(tile={"rows": 64, "columns": 64, "warps": True, "stages": 2}),
     "shared memory": text_of(dim=256, tile={"rows": 64, "columns": 128, "warps": 8, "stages": 5}),
     "time": text_of(ms=float("nan")),
@@ -144,19 +146,20 @@ numbers = strategies.one_of(
 
 
 @given(
-    sizes=strategies.tuples(numbers, numbers, numbers, numbers),
+    sizes=strategies.tuples(numbers, numbers, numbers, numbers, numbers),
     dim=strategies.sampled_from([64, 128, 256]),
     of=strategies.sampled_from([(kernel, kind) for kernel, kinds in KINDS.items() for kind in kinds]),
 )
 def test_no_number_in_a_file_names_a_tile_that_kernels_cannot_have(tmp_path_factory, sizes, dim, of):
     """Whatever a file says, what is read is a tile of the ones whose results are tested, within the shared memory."""
     path = tmp_path_factory.mktemp("drawn") / "card.json"
-    drawn = dict(zip(("rows", "columns", "warps", "stages"), sizes, strict=True))
+    drawn = dict(zip(("rows", "columns", "warps", "stages", "registers"), sizes, strict=True))
     path.write_text(text_of(tile=drawn, dim=dim, kernel=of[0], kind=of[1]))
     for found in read(path, KEY, SHARED).entries:
         assert 128 % found.tile.rows == 128 % found.tile.columns == 0
         assert found.tile.rows >= 16 and found.tile.columns >= 16
         assert found.tile.warps in limits.WARPS and found.tile.stages in limits.STAGES
+        assert found.tile.registers in limits.REGISTERS and type(found.tile.registers) in (int, type(None))
         assert limits.least_shared(found.tile, of[0], dim, 16) <= SHARED
 
 
@@ -172,7 +175,7 @@ def test_a_tile_tried_out_is_taken_back(card):
 def test_the_call_and_the_plan_of_a_card_take_it(card, monkeypatch):
     write(card, KEY, [entry(dim=64), entry("queries", 64, tile=Tile(32, 16, 4, 2))])
     monkeypatch.setattr(gpu, "architecture", lambda device: "sm_90")
-    x = torch.zeros(1, 2, 300, 64, dtype=torch.bfloat16)
+    x = torch.zeros(1, 2, 1100, 64, dtype=torch.bfloat16)
     plan = onchip.plan(x, x, x, causal=True)
     call = Call(dataclasses.replace(plan.problem, device=CUDA))
     assert call.tile("forward") == TUNED

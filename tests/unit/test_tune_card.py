@@ -86,7 +86,7 @@ def on_the_card(inputs):
 @pytest.mark.parametrize(("kernel", "kind"), [("forward", "band"), ("gradient", "changed")])
 def test_candidates_are_compiled_with_their_tiles_and_not_launched(loader, kernel, kind):
     case, made = Case(kernel, 16, torch.bfloat16, kind), card()
-    inputs = on_the_card(timed(case, CPU, tokens=256, length=128))
+    inputs = on_the_card(timed(case, CPU, tokens=2048, length=2048))
     found = made._compile(case, [SMALL, LARGE], lambda: module._start_all(case, inputs))
     kernels = [kernel for tile in (SMALL, LARGE) for kernel in found[tile]]
     assert [kernel.name for kernel in kernels] == [f"{kernel}_kernel"] * 2

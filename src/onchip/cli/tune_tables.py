@@ -19,13 +19,14 @@ COLUMNS = ("kernel", "kind", "dim", "bits")
 
 
 def tile_text(tile: Tile) -> str:
-    """Rows and columns, warps, stages."""
-    return f"{tile.rows} x {tile.columns}, {tile.warps}, {tile.stages}"
+    """Rows and columns, warps, stages, and registers if they are bounded."""
+    bound = "" if tile.registers is None else f", {tile.registers}"
+    return f"{tile.rows} x {tile.columns}, {tile.warps}, {tile.stages}{bound}"
 
 
 def cached_table(entries: Sequence[Entry], key: Key) -> Table:
     """What is cached, beside the tile that is shipped and was compared with."""
-    title = f"{key.device}: rows x columns, warps, stages"
+    title = f"{key.device}: rows x columns, warps, stages, registers at most"
     table = _table(title, "shipped", "ms", "tuned", "ms", "speed-up", "on")
     for entry in entries:
         table.add_row(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 
 from onchip.bench.tune.cases import Case
@@ -11,6 +11,10 @@ from onchip.schedules.triton.tiles import Tile
 
 WARPS, STAGES = (4, 8), (1, 2, 3, 4)
 """Warps below 4 hold no tile that feeds a tensor core well; above 8 the register file has no room for their sums."""
+BOUNDS = {4: (168, 128), 8: (128,)}
+"""Registers of a thread with which 3 or 4 programs of 4 warps, and 2 of 8, share a multiprocessor of NVIDIA's."""
+OTHERS = 32
+"""Registers beside sums and scores: a bound that leaves fewer is not tried, for the kernel would spill."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,22 +36,28 @@ class Candidates:
 
 def candidates(case: Case, shipped: Tile, limits: Limits) -> Candidates:
     """All powers of two within bounds but the shipped tile, less those that cannot launch or must spill."""
-    kept, pruned = [], {"shared memory": 0, "registers": 0, "idle warps": 0}
+    kept: list[Tile] = []
+    pruned = {"shared memory": 0, "registers": 0, "idle warps": 0}
     rows = SIZES[:2] if case.kind == "few" else SIZES
     for tile in (Tile(*sizes) for sizes in product(rows, SIZES, WARPS, STAGES)):
+        held = least_registers(tile, case.kernel, case.dim, limits.lanes)
         if least_shared(tile, case.kernel, case.dim, case.bits) > limits.shared:
             pruned["shared memory"] += 1
-        elif least_registers(tile, case.kernel, case.dim, limits.lanes) > limits.registers:
+        elif held > limits.registers:
             pruned["registers"] += 1
         elif tile.rows * tile.columns < tile.warps * 64:
             # the smallest product of a warp makes 16 x 8 scores; with half a product a warp waits
             pruned["idle warps"] += 1
-        elif tile != shipped:
-            kept.append(tile)
-    return Candidates(tuple(sorted(kept, key=lambda tile: (_steps(tile, shipped), tile.rows, tile.columns))), pruned)
+        else:
+            bounds = BOUNDS[tile.warps] if limits.lanes == 32 else ()
+            bounded = (replace(tile, registers=bound) for bound in bounds if bound / 2 < held + OTHERS <= bound)
+            kept += (one for one in (tile, *bounded) if one != shipped)
+    order = lambda tile: (_steps(tile, shipped), tile.rows, tile.columns, tile.registers or 0)  # noqa: E731
+    return Candidates(tuple(sorted(kept, key=order)), pruned)
 
 
 def _steps(tile: Tile, other: Tile) -> int:
-    """How many doublings, and stages, lie between two tiles."""
+    """How many doublings, and stages, lie between two tiles, and whether their registers are bounded otherwise."""
     sizes = (tile.rows, other.rows), (tile.columns, other.columns), (tile.warps, other.warps)
-    return sum(abs(one.bit_length() - two.bit_length()) for one, two in sizes) + abs(tile.stages - other.stages)
+    doublings = sum(abs(one.bit_length() - two.bit_length()) for one, two in sizes)
+    return doublings + abs(tile.stages - other.stages) + (tile.registers != other.registers)

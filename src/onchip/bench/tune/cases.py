@@ -75,7 +75,7 @@ def cases(
         for kind in kinds
         if not only or {kernel, kind, f"{kernel}:{kind}"}.intersection(only)
     ]
-    order = ("plain", "short", "band", "grouped", "few", "changed")
+    order = ("plain", "short", "band", "grouped", "few", "masked", "changed")
     return sorted(found, key=lambda case: order.index(case.kind))
 
 
@@ -97,8 +97,9 @@ class Inputs:
 def timed(case: Case, device: torch.device, tokens: int = TOKENS, length: int = LENGTH) -> Inputs:
     """The problem that a case is timed on: normal values, the same every time.
 
-    "plain" has no mask, and "short" few keys beside; "band" is causal; "changed" is causal with ALiBi; "grouped" causal
-    with four query heads for a key head; "few" is a step of decoding with such groups.
+    "plain" has no mask, and "short" few keys beside; "band" is causal; "masked" is causal within two documents;
+    "changed" is causal with ALiBi; "grouped" causal with four query heads for a key head; "few" is a step of decoding
+    with such groups.
     """
     heads = max(GROUP, WIDTH // case.dim // GROUP * GROUP)
     groups = heads // GROUP if case.kind in ("few", "grouped") else heads
@@ -112,15 +113,16 @@ def timed(case: Case, device: torch.device, tokens: int = TOKENS, length: int = 
     query = normal(batch, heads, rows, case.dim)
     key, value = normal(batch, groups, length, case.dim), normal(batch, groups, length, case.dim)
     slopes = torch.logspace(-1, -8, heads, base=2.0, device=device).requires_grad_()
-    options: dict[str, Any] = {"score": scores.alibi(slopes)} if case.kind == "changed" else {}
-    return Inputs(plan(query, key, value, causal=case.banded, **options).problem, query, key, value)
+    documents = masks.documents(torch.arange(length, device=device) // (length // 2 + 100))
+    options: dict[str, Any] = {"changed": {"score": scores.alibi(slopes)}, "masked": {"mask": documents}}
+    return Inputs(plan(query, key, value, causal=case.banded, **options.get(case.kind, {})).problem, query, key, value)
 
 
 def heaviest(case: Case, device: torch.device) -> list[Inputs]:
     """Small problems of a case's row whose kernels hold the most: padded and packed, with all that its kind has."""
     few, grouped = case.kind == "few", case.kind in ("few", "grouped")
     heads, groups = (2 * GROUP, 2) if grouped else (2, 2)
-    length = 2 * SHORT if case.kind == "plain" else 256
+    length = 2 * SHORT if case.kind in ("plain", "band") else 256
     rows = 4 if few else length
 
     def strided(*shape: int) -> Tensor:
@@ -129,7 +131,7 @@ def heaviest(case: Case, device: torch.device) -> list[Inputs]:
 
     lengths = (torch.full((2,), rows - 1, device=device), torch.full((2,), length - 1, device=device))
     offsets = (torch.arange(3, device=device, dtype=torch.int32) * size for size in (rows, length))
-    banded = {"causal": True, "window": (length // 2, 0)} if case.banded else {}
+    banded = {} if case.kind == "plain" else {"causal": True, "window": (length // 2, 0)}
     sink = scores.sink(torch.zeros(heads, device=device))
     changes = case.kind in ("changed", "few")
     slopes = torch.ones(heads, device=device, requires_grad=True)
@@ -141,7 +143,7 @@ def heaviest(case: Case, device: torch.device) -> list[Inputs]:
         strided(2, count, size, case.dim) for count, size in ((heads, rows), (groups, length), (groups, length))
     )
     padded = {**shared, "lengths": lengths, "score": (*steps, *((scores.bias(bias),) if changes else ()), sink)}
-    if case.kind == "changed":
+    if case.kind in ("masked", "changed"):
         padded["mask"] = masks.documents(torch.arange(length, device=device) // 100)
     found = [Inputs(plan(query, key, value, **padded).problem, query, key, value)]
 
@@ -149,7 +151,7 @@ def heaviest(case: Case, device: torch.device) -> list[Inputs]:
         strided(2 * size, count, case.dim) for count, size in ((heads, rows), (groups, length), (groups, length))
     )
     packed = {**shared, "score": (*steps, sink)}
-    if changes:
+    if changes or case.kind == "masked":
         ids = (torch.arange(2 * size, device=device) // 100 for size in (rows, length))
         packed["mask"] = masks.documents(*ids)
     found.append(Inputs(plan_varlen(query, key, value, *offsets, **packed).problem, query, key, value))

@@ -843,19 +843,19 @@ class _Backward:
         sums_b = problem.batch if total.shape[0] == 1 else 1
         sums_h = problem.heads_q if total.shape[1] == 1 else 1
         programs = total.shape[0] * total.shape[1] * tiles_q * tiles_k
-        constants = call.constants(tile)
-        del constants["LISTS"], constants["HIGH"]
         if programs == 0:
             return
         for careful in call.cares:
+            constants = call.constants(tile, vector, careful)
+            del constants["LISTS"], constants["HIGH"]
             start(gradient_kernel, programs)(
                 *self._inputs, self._row_lse, self._row_delta, total, self._unusual,
                 *call.all_strides(vector, *self._inputs), *total.stride(), *call.row_strides, problem.batch,
                 problem.heads_q, problem.length_q, problem.length_k, sums_b, sums_h, tiles_q, tiles_k, rows, columns,
                 *call.layout, *call.band.arguments, call.scale, *call.dropout, call.given(call.semantics.reads),
                 call.given(reads), keep=call.semantics.keep, change=call.semantics.change, weigh=weigh,
-                ROWS=rows > 1, COLUMNS=columns > 1, CAREFUL=careful, EVERY=call.reads_every_row and not careful,
-                ONE_LOOP=call.sums_in_one_loop, WHOLE=columns % 8 == 0, WIDE=call.wide(*self._inputs), VECTOR=vector,
+                ROWS=rows > 1, COLUMNS=columns > 1, EVERY=call.reads_every_row and not careful,
+                ONE_LOOP=call.sums_in_one_loop, WHOLE=columns % 8 == 0, WIDE=call.wide(*self._inputs),
                 **constants,
             )  # fmt: skip
 
@@ -894,10 +894,10 @@ def _of_keys(
     )  # fmt: skip
     constants = {
         "keep": call.semantics.keep, "change": call.semantics.change, "differentiate": call.semantics.differentiate,
-        "EVERY": call.reads_every_row and not careful, "CAREFUL": careful, "WIDE": call.wide(*given), "VECTOR": vector,
+        "EVERY": call.reads_every_row and not careful, "WIDE": call.wide(*given),
     }  # fmt: skip
     programs = tiles * problem.heads_kv * (1 if call.packed else problem.batch)
-    return Launcher(keys_kernel, programs, rest, constants | call.constants(tile))
+    return Launcher(keys_kernel, programs, rest, constants | call.constants(tile, vector, careful))
 
 
 def _of_queries(call: Call, careful: bool, inputs: tuple[Tensor, ...], grad_query: Tensor) -> Launcher:
@@ -911,7 +911,7 @@ def _of_queries(call: Call, careful: bool, inputs: tuple[Tensor, ...], grad_quer
     )  # fmt: skip
     constants = {
         "keep": call.semantics.keep, "change": call.semantics.change, "differentiate": call.semantics.differentiate,
-        "PACK": call.pack, "CAREFUL": careful, "WIDE": call.wide(*tensors), "VECTOR": vector,
+        "PACK": call.pack, "WIDE": call.wide(*tensors),
     }  # fmt: skip
     programs = tiles * heads * (1 if call.packed else problem.batch)
-    return Launcher(queries_kernel, programs, rest, constants | call.constants(tile))
+    return Launcher(queries_kernel, programs, rest, constants | call.constants(tile, vector, careful))

@@ -2,7 +2,8 @@
 
 A pair that a mask or a bias hides has the weight 0, and 0 times infinity is NaN: keys that no row of a tile sees must
 not reach products then. A kernel that looks for them in every tile has up to twice as many instructions in its loops.
-So there are two of each kind, and one of them returns at once: one more read of the tensors says which.
+So there are two of each kind, and one of them returns at once. Of the forward it is the second one, unless the first
+one met a NaN in its sums; of the backward one more read of the tensors says which.
 """
 
 from __future__ import annotations

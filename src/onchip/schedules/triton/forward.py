@@ -45,7 +45,7 @@ from onchip.gpu.parts import (
     visits,
 )
 from onchip.problem import Problem
-from onchip.schedules.triton.finite import look_through, unusual_of
+from onchip.schedules.triton.finite import unusual_of
 from onchip.schedules.triton.launch import Call, are_aligned, conditions
 
 UNSPECIALIZED = [
@@ -70,7 +70,7 @@ def forward_kernel(
     scale: tl.float32, sink, seed, threshold: tl.int32, kept_scale: tl.float32,
     given,
     keep: tl.constexpr, change: tl.constexpr,
-    GROUP: tl.constexpr, PACK: tl.constexpr, SCALED: tl.constexpr,
+    GROUP: tl.constexpr, PACK: tl.constexpr, SCALED: tl.constexpr, SAME: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BQ: tl.constexpr, BK: tl.constexpr,
     LOW: tl.constexpr, HIGH: tl.constexpr, LISTS: tl.constexpr, CAREFUL: tl.constexpr, EIGHTS: tl.constexpr,
@@ -78,10 +78,13 @@ def forward_kernel(
 ):  # fmt: skip
     """Out and LSE. `heads` counts groups of PACK query heads; `tiles` the tiles of rows (slots, if packed).
 
-    `unusual` says which of two kernels returns at once, the CAREFUL one or the other; see finite.py.
+    SAME: rows of value are as long, and lie as far apart, as those of key.
+
+    With `unusual` there are two kernels: one that leaves 1 there if a sum is NaN, as 0 times what is not finite is,
+    and behind it the CAREFUL one, which computes everything anew then and returns at once otherwise; see finite.py.
     """
-    if unusual is not None:
-        if (tl.load(unusual) != 0) != CAREFUL:
+    if CAREFUL:
+        if tl.load(unusual) == 0:
             return
     program = tl.program_id(0)
     number = program % tiles
@@ -115,7 +118,11 @@ def forward_kernel(
     q = load_tile(q_start, q_offsets, position < length_q, True, D, BLOCK_D)
     columns = tl.arange(0, BK)
     k_offsets = offsets_of(columns, 0, k_h, k_n, k_d, BLOCK_D, 1, WIDE, VECTOR)
-    v_offsets = offsets_of(columns, 0, v_h, v_n, v_d, BLOCK_DV, 1, WIDE, VECTOR)
+    if SAME:
+        v_offsets = k_offsets
+        v_n = k_n
+    else:
+        v_offsets = offsets_of(columns, 0, v_h, v_n, v_d, BLOCK_DV, 1, WIDE, VECTOR)
     k_start = start_of(key, b, kv_head, token_k, k_b, k_h, k_n, VECTOR)
     v_start = start_of(value, b, kv_head, token_k, v_b, v_h, v_n, VECTOR)
 
@@ -152,6 +159,9 @@ def forward_kernel(
             D, DV, BLOCK_D, BLOCK_DV, BK, LISTS, True, SCALED, LOW, CAREFUL, EIGHTS, VECTOR, PRECISION,
         )  # fmt: skip
 
+    if unusual is not None and not CAREFUL:
+        checked = tl.sum(acc, 1)
+        tl.store(unusual + 0 * r, 1, mask=checked != checked)
     # a row that saw a key has l >= 1, or NaN
     seen = (l != 0.0) & (position < length_q)
     if sink is not None:
@@ -169,7 +179,7 @@ def forward_kernel(
         acc = acc * kept[:, None]
         m = top
     total = tl.where(l == 0.0, 1.0, l)
-    acc = tl.where(seen[:, None], acc / total[:, None], 0.0)
+    acc = tl.where(seen[:, None], acc * (1.0 / total)[:, None], 0.0)
     if seed is not None:
         acc = acc * kept_scale
     if change is None:
@@ -292,11 +302,9 @@ _PREPARED: PerProblem[_Prepared] = PerProblem()
 def _launch(call: Call, *tensors: Tensor) -> Launcher | Series:
     """The launch over (query, key, value, out, lse, unusual) for tensors with the strides of these, (query, key, value,
     out), which are aligned alike."""
-    launchers = [_launcher(call, careful, *tensors) for careful in call.cares]
-    if len(launchers) == 1:
-        return launchers[0]
+    launchers = [_launcher(call, careful, *tensors) for careful in reversed(call.cares)]
     every = tuple(range(6))
-    return Series((look_through(call, tensors[2]), (2, 5)), *((launcher, every) for launcher in launchers))
+    return launchers[0] if len(launchers) == 1 else Series(*((launcher, every) for launcher in launchers))
 
 
 def _launcher(call: Call, careful: bool, *tensors: Tensor) -> Launcher:
@@ -309,8 +317,10 @@ def _launcher(call: Call, careful: bool, *tensors: Tensor) -> Launcher:
         problem.length_k, tiles, *call.layout, *call.band.arguments, *call.lists_for(FORWARD), call.scale, call.sink,
         *call.dropout, call.given(call.semantics.reads),
     )  # fmt: skip
+    key, value = tensors[1:3]
+    same = problem.dim_qk == problem.dim_v and call.strides(key)[2:] == call.strides(value)[2:]
     constants = {
-        "keep": call.semantics.keep, "change": call.semantics.change, "PACK": call.pack,
-        "SCALED": problem.scale <= 0, "CAREFUL": careful, "WIDE": call.wide(*tensors), "VECTOR": vector,
+        "SAME": same, "keep": call.semantics.keep, "change": call.semantics.change, "PACK": call.pack,
+        "SCALED": problem.scale <= 0, "WIDE": call.wide(*tensors),
     }  # fmt: skip
-    return Launcher(forward_kernel, programs, rest, constants | call.constants(tile))
+    return Launcher(forward_kernel, programs, rest, constants | call.constants(tile, vector, careful))

@@ -150,13 +150,15 @@ class Call(gpu.Call):
     def kind(self, kernel: str) -> str:
         if self.pack > 1 and kernel in (FORWARD, QUERIES):
             return "few"
-        if self.semantics.keep is not None or self.semantics.change is not None or self.problem.seed is not None:
+        if self.semantics.change is not None or self.problem.seed is not None:
             return "changed"
+        if self.semantics.keep is not None:
+            return "masked" if kernel == FORWARD else "changed"
         if self.problem.group > 1 and kernel == KEYS:
             return "grouped"
-        if self.band.has_low or self.band.has_high:
-            return "band"
-        return "short" if kernel == FORWARD and self.problem.length_k <= SHORT else "plain"
+        if kernel == FORWARD and self.problem.length_k <= SHORT:
+            return "short"
+        return "band" if self.band.has_low or self.band.has_high else "plain"
 
     def _choice(self, kernel: str) -> Choice:
         problem = self.problem
@@ -200,14 +202,17 @@ class Call(gpu.Call):
     def block_dv(self) -> int:
         return power_of_two(self.problem.dim_v)
 
-    def constants(self, tile: Tile) -> dict[str, Any]:
+    def constants(self, tile: Tile, vector: int, careful: bool) -> dict[str, Any]:
+        """Of every kernel with a tile. With care, and where nothing is read in vectors, registers are not bounded."""
         problem = self.problem
+        bounded = tile.registers is not None and vector > 1 and not careful
         return {
             "GROUP": problem.group, "D": problem.dim_qk, "DV": problem.dim_v,
             "BLOCK_D": power_of_two(problem.dim_qk), "BLOCK_DV": self.block_dv,
             "BQ": tile.rows, "BK": tile.columns, "LOW": self.band.has_low, "HIGH": self.band.has_high,
             "LISTS": self.lists, "EIGHTS": self.semantics.eights, "PRECISION": precision_of(problem.dtype, self.target),
             "num_warps": tile.warps, "num_stages": tile.stages,
+            "VECTOR": vector, "CAREFUL": careful, **({"maxnreg": tile.registers} if bounded else {}),
         }  # fmt: skip
 
 

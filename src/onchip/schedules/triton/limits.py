@@ -9,14 +9,21 @@ SIZES = (16, 32, 64, 128)
 """Rows and columns of tiles: products take 16 at least, and every one divides a block of 128 of the lists."""
 WARPS = (1, 2, 4, 8, 16)
 STAGES = (1, 2, 3, 4, 5)
+REGISTERS = (None, 80, 96, 128, 168)
+"""Of a thread: as many as it likes, or of 65536 so many that 6, 5, 4 or 3 programs of 4 warps share a processor."""
 
 
 def is_tile(tile: Tile) -> bool:
     """Whether the kernels can be compiled with these sizes and are right with them, if they launch."""
     sizes = (tile.rows, tile.columns, tile.warps, tile.stages)
-    return all(
-        type(size) is int and size in allowed
-        for size, allowed in zip(sizes, (SIZES, SIZES, WARPS, STAGES), strict=True)
+    bounded = tile.registers is None or type(tile.registers) is int
+    return (
+        bounded
+        and tile.registers in REGISTERS
+        and all(
+            type(size) is int and size in allowed
+            for size, allowed in zip(sizes, (SIZES, SIZES, WARPS, STAGES), strict=True)
+        )
     )
 
 

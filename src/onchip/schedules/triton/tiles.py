@@ -14,20 +14,26 @@ from onchip.gpu import FORWARD, GRADIENT, KEYS, QUERIES
 
 @dataclass(frozen=True)
 class Tile:
-    """Rows and columns of a tile of scores, warps of a program, stages of its pipeline."""
+    """Rows and columns of a tile of scores, warps of a program, stages of its pipeline.
+
+    Attributes:
+        registers: of a thread at most, so that one more program fits beside others; None leaves them to ptxas, and so
+            must rows for other processors than NVIDIA's.
+    """
 
     rows: int
     columns: int
     warps: int
     stages: int
+    registers: int | None = None
 
 
 FEW = 64
 """Query heads of a group stand in one tile if there are no more positions than this."""
 
 SHORT = 1024
-"""Keys of a plain forward that is over before a large tile pays: smaller programs share a multiprocessor, and one
-begins or ends while another one computes."""
+"""Keys of a forward, plain or under a band, that is over before a large tile pays: smaller programs share a
+multiprocessor, and one begins or ends while another one computes."""
 
 KERNELS = (FORWARD, KEYS, QUERIES, GRADIENT)
 INTERPRETED = Tile(16, 32, 1, 1)
@@ -48,8 +54,9 @@ class Row:
         kernel: one of KERNELS.
         dim: fits up to this head dim, the larger of the two.
         bits: of an element, 16 or 32.
-        kinds: "plain", "short" (of FORWARD: plain, with few keys), "band", "changed" (scores, dropout or a mask beyond
-            a band), "few" (packed heads), "grouped" (of KEYS: more query heads than key heads); () is any.
+        kinds: "plain", "band", "short" (of FORWARD: either, with few keys), "masked" (of FORWARD: a mask beyond a
+            band), "changed" (scores, dropout, and masks of other kernels), "few" (packed heads), "grouped" (of KEYS:
+            more query heads than key heads); () is any.
         source: where its figures come from: COMPILED, or "measured on" and the card (`onchip tune --print-table`).
     """
 
@@ -63,7 +70,7 @@ class Row:
 
 
 KINDS = {
-    FORWARD: ("plain", "short", "band", "changed", "few"),
+    FORWARD: ("plain", "short", "band", "masked", "changed", "few"),
     KEYS: ("plain", "band", "changed", "grouped"),
     QUERIES: ("plain", "band", "changed", "few"),
     GRADIENT: ("changed",),
@@ -77,10 +84,13 @@ REGULAR = ("plain", "short", "band", "grouped")
 AMPERE, HOPPER, CDNA3 = ("sm_80", "sm_86", "sm_89"), ("sm_90",), ("gfx942",)
 TABLE = (
     # wgmma takes 64 rows of a product for four warps
-    Row(HOPPER, FORWARD, 64, 16, REGULAR, Tile(128, 64, 8, 3), H200),
-    Row(HOPPER, FORWARD, 64, 16, ("changed",), Tile(64, 64, 4, 3), H200),
+    Row(HOPPER, FORWARD, 64, 16, ("plain", "short"), Tile(64, 64, 4, 3, 128), H200),
+    Row(HOPPER, FORWARD, 64, 16, ("band",), Tile(128, 64, 8, 3), H200),
+    Row(HOPPER, FORWARD, 64, 16, ("masked", "changed"), Tile(64, 64, 4, 3), H200),
     Row(HOPPER, FORWARD, 128, 16, ("plain",), Tile(128, 128, 8, 3), H200),
-    Row(HOPPER, FORWARD, 128, 16, ("short", "band"), Tile(64, 64, 4, 3), H200),
+    Row(HOPPER, FORWARD, 128, 16, ("short",), Tile(64, 32, 4, 3), H200),
+    Row(HOPPER, FORWARD, 128, 16, ("band",), Tile(64, 64, 4, 3), H200),
+    Row(HOPPER, FORWARD, 128, 16, ("masked",), Tile(128, 32, 8, 3, 128), H200),
     Row(HOPPER, FORWARD, 128, 16, ("changed",), Tile(128, 64, 8, 3), H200),
     Row(HOPPER, FORWARD, 256, 16, REGULAR, Tile(128, 64, 8, 2), H200),
     Row(HOPPER, KEYS, 64, 16, REGULAR, Tile(64, 64, 4, 3), H200),

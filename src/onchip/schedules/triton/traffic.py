@@ -22,9 +22,9 @@ def kernels(problem: Problem, backward: bool, target: str | None) -> list[Kernel
         return []
     call = Call(problem, target)
     if not backward:
-        return [*_finite(call, "value"), forward_kernel(call, rows)]
-    sought = _finite(call, "query", "key", "value", "d_out")
-    return [_delta(call, rows), *sought, _keys(call), _queries(call, rows), *gradients_of_scores(problem, target)]
+        return [forward_kernel(call, rows)]
+    before = [_delta(call, rows), *_finite(call)]
+    return [*before, _keys(call), _queries(call, rows), *gradients_of_scores(problem, target)]
 
 
 def gradients_of_scores(problem: Problem, target: str | None) -> list[Kernel]:
@@ -35,7 +35,7 @@ def gradients_of_scores(problem: Problem, target: str | None) -> list[Kernel]:
     return [kernel for step in wanted for kernel in _gradient(call, step)]
 
 
-def _finite(call: Call, *names: str) -> list[Kernel]:
+def _finite(call: Call) -> list[Kernel]:
     """One for each tensor that is looked through for what is not finite. Of each two kernels that follow one runs."""
     problem = call.problem
     if not call.careful:
@@ -46,10 +46,10 @@ def _finite(call: Call, *names: str) -> list[Kernel]:
         "query": queries * problem.dim_qk, "key": keys * problem.dim_qk, "value": keys * problem.dim_v,
         "d_out": queries * problem.dim_v,
     }  # fmt: skip
-    reads = (Traffic({name: sequences * numbers[name] * problem.dtype.itemsize}, {}) for name in names)
+    reads = {name: Traffic({name: sequences * number * problem.dtype.itemsize}, {}) for name, number in numbers.items()}
     return [
         Kernel(name=f"{FINITE} {name}", requested=one, compulsory=one, precision="float32")
-        for name, one in zip(names, reads, strict=True)
+        for name, one in reads.items()
     ]
 
 
