@@ -13,9 +13,9 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 # How the rows of the table of tiles tell problems apart, where "changed" is two of them.
 KINDS = {
-    "plain": Spec(((1100, 1100),)),
-    "short": Spec(),
+    "plain": Spec(),
     "band": Spec(((1100, 1100),), causal=True),
+    "short": Spec(causal=True),
     "masked": Spec(causal=True, mask="documents", lengths=((100, 100),) * 2),
     "scored": Spec(causal=True, score=("softcap", "alibi", "bias")),
     "dropped": Spec(causal=True, dropout_p=0.25),

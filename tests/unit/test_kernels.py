@@ -323,7 +323,7 @@ def test_lists_on_hopper_name_every_block_that_is_not_empty(lengths, seed, by_he
     kept = torch.rand(4 if by_head else 1, *blocks, generator=generator) < 0.5
     query, key = (torch.zeros((), dtype=torch.float16).expand(1, 4, length, 64) for length in lengths)
     problem = call(query, key, mask=masks.blocks(kept[None]))
-    _, forward = triton.kernels(problem, False, "sm_90")
+    (forward,) = triton.kernels(problem, False, "sm_90")
     keys = {kernel.name: kernel for kernel in triton.kernels(problem, True, "sm_90")}["keys"]
     expected = Counter()
     for _head, row, column in torch.nonzero(kept.expand(4, -1, -1)).tolist():

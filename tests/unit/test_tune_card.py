@@ -22,6 +22,7 @@ from tests.machine import INTERPRETED
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="kernels are compiled here, not interpreted")
 CUDA, CPU = torch.device("cuda", 0), torch.device("cpu")
 SMALL, LARGE = Tile(32, 32, 4, 2), Tile(64, 64, 4, 2)
+BOUNDED = Tile(64, 64, 4, 2, 128)
 
 
 class Loader:
@@ -104,6 +105,14 @@ def test_a_kernel_is_out_that_spills_or_does_not_fit(loader):
     loader.spills = 4
     fresh = card()._compile(case, [LARGE], lambda: module._start_all(case, inputs))[LARGE]
     assert card()._fault(fresh, spills=True) == SPILLS and card()._fault(fresh, spills=False) is None
+
+
+def test_a_bound_of_registers_may_spill(loader):
+    case, made = Case("forward", 16, torch.bfloat16, "short"), card()
+    inputs = on_the_card(timed(case, CPU, tokens=256, length=128))
+    made._open, made._run = types.SimpleNamespace(case=case), lambda: module._start_all(case, inputs)
+    loader.spills = 4
+    assert made.compile([LARGE, BOUNDED]) == {LARGE: SPILLS}
 
 
 def test_a_kernel_that_does_not_compile_stands_alone(loader):

@@ -88,7 +88,9 @@ class Card:
 
     def compile(self, tiles: Sequence[Tile]) -> Mapping[Tile, str]:
         made = self._compile(self._opened.case, tiles, self._run)
-        return {tile: reason for tile, kernels in made.items() if (reason := self._fault(kernels, spills=True))}
+        # a bound of registers may be worth what it spills
+        faults = {tile: self._fault(kernels, spills=tile.registers is None) for tile, kernels in made.items()}
+        return {tile: fault for tile, fault in faults.items() if fault is not None}
 
     def check(self, tile: Tile) -> str | None:
         case = self._opened.case

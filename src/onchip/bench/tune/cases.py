@@ -39,7 +39,7 @@ class Case:
     @property
     def banded(self) -> bool:
         """Whether its problems have a band, and not all pairs."""
-        return self.kind not in ("plain", "short")
+        return self.kind != "plain"
 
     @property
     def bits(self) -> int:
@@ -75,7 +75,7 @@ def cases(
         for kind in kinds
         if not only or {kernel, kind, f"{kernel}:{kind}"}.intersection(only)
     ]
-    order = ("plain", "short", "band", "grouped", "few", "masked", "changed")
+    order = ("plain", "band", "short", "grouped", "few", "masked", "changed")
     return sorted(found, key=lambda case: order.index(case.kind))
 
 
@@ -97,7 +97,7 @@ class Inputs:
 def timed(case: Case, device: torch.device, tokens: int = TOKENS, length: int = LENGTH) -> Inputs:
     """The problem that a case is timed on: normal values, the same every time.
 
-    "plain" has no mask, and "short" few keys beside; "band" is causal; "masked" is causal within two documents;
+    "plain" has no mask; "band" is causal, and "short" with few keys; "masked" is causal within two documents;
     "changed" is causal with ALiBi; "grouped" causal with four query heads for a key head; "few" is a step of decoding
     with such groups.
     """
@@ -122,7 +122,7 @@ def heaviest(case: Case, device: torch.device) -> list[Inputs]:
     """Small problems of a case's row whose kernels hold the most: padded and packed, with all that its kind has."""
     few, grouped = case.kind == "few", case.kind in ("few", "grouped")
     heads, groups = (2 * GROUP, 2) if grouped else (2, 2)
-    length = 2 * SHORT if case.kind in ("plain", "band") else 256
+    length = 2 * SHORT if case.kind == "band" else 256
     rows = 4 if few else length
 
     def strided(*shape: int) -> Tensor:
@@ -131,7 +131,7 @@ def heaviest(case: Case, device: torch.device) -> list[Inputs]:
 
     lengths = (torch.full((2,), rows - 1, device=device), torch.full((2,), length - 1, device=device))
     offsets = (torch.arange(3, device=device, dtype=torch.int32) * size for size in (rows, length))
-    banded = {} if case.kind == "plain" else {"causal": True, "window": (length // 2, 0)}
+    banded = {"causal": True, "window": (length // 2, 0)} if case.banded else {}
     sink = scores.sink(torch.zeros(heads, device=device))
     changes = case.kind in ("changed", "few")
     slopes = torch.ones(heads, device=device, requires_grad=True)

@@ -156,9 +156,9 @@ class Call(gpu.Call):
             return "masked" if kernel == FORWARD else "changed"
         if self.problem.group > 1 and kernel == KEYS:
             return "grouped"
-        if kernel == FORWARD and self.problem.length_k <= SHORT:
-            return "short"
-        return "band" if self.band.has_low or self.band.has_high else "plain"
+        if not (self.band.has_low or self.band.has_high):
+            return "plain"
+        return "short" if kernel == FORWARD and self.problem.length_k <= SHORT else "band"
 
     def _choice(self, kernel: str) -> Choice:
         problem = self.problem

@@ -32,8 +32,8 @@ FEW = 64
 """Query heads of a group stand in one tile if there are no more positions than this."""
 
 SHORT = 1024
-"""Keys of a forward, plain or under a band, that is over before a large tile pays: smaller programs share a
-multiprocessor, and one begins or ends while another one computes."""
+"""Keys of a forward under a band that is over before a large tile pays: smaller programs share a multiprocessor, and
+one begins or ends while another one computes."""
 
 KERNELS = (FORWARD, KEYS, QUERIES, GRADIENT)
 INTERPRETED = Tile(16, 32, 1, 1)
@@ -54,7 +54,7 @@ class Row:
         kernel: one of KERNELS.
         dim: fits up to this head dim, the larger of the two.
         bits: of an element, 16 or 32.
-        kinds: "plain", "band", "short" (of FORWARD: either, with few keys), "masked" (of FORWARD: a mask beyond a
+        kinds: "plain", "band", "short" (of FORWARD: a band, with few keys), "masked" (of FORWARD: a mask beyond a
             band), "changed" (scores, dropout, and masks of other kernels), "few" (packed heads), "grouped" (of KEYS:
             more query heads than key heads); () is any.
         source: where its figures come from: COMPILED, or "measured on" and the card (`onchip tune --print-table`).
@@ -70,7 +70,7 @@ class Row:
 
 
 KINDS = {
-    FORWARD: ("plain", "short", "band", "masked", "changed", "few"),
+    FORWARD: ("plain", "band", "short", "masked", "changed", "few"),
     KEYS: ("plain", "band", "changed", "grouped"),
     QUERIES: ("plain", "band", "changed", "few"),
     GRADIENT: ("changed",),
@@ -80,29 +80,28 @@ DIMS = (64, 128, 256)
 """Head dims that rows reach up to; a smaller head takes the next of them."""
 
 ANY: tuple[str, ...] = ()
-REGULAR = ("plain", "short", "band", "grouped")
+REGULAR = ("plain", "band", "short", "grouped")
 AMPERE, HOPPER, CDNA3 = ("sm_80", "sm_86", "sm_89"), ("sm_90",), ("gfx942",)
 TABLE = (
     # wgmma takes 64 rows of a product for four warps
-    Row(HOPPER, FORWARD, 64, 16, ("plain", "short"), Tile(64, 64, 4, 3, 128), H200),
-    Row(HOPPER, FORWARD, 64, 16, ("band",), Tile(128, 64, 8, 3), H200),
-    Row(HOPPER, FORWARD, 64, 16, ("masked", "changed"), Tile(64, 64, 4, 3), H200),
-    Row(HOPPER, FORWARD, 128, 16, ("plain",), Tile(128, 128, 8, 3), H200),
-    Row(HOPPER, FORWARD, 128, 16, ("short",), Tile(64, 32, 4, 3), H200),
+    Row(HOPPER, FORWARD, 64, 16, REGULAR, Tile(64, 64, 4, 3, 128), H200),
+    Row(HOPPER, FORWARD, 64, 16, ("masked", "changed"), Tile(64, 64, 4, 3, 168), H200),
+    Row(HOPPER, FORWARD, 128, 16, ("plain", "masked"), Tile(128, 64, 8, 2, 128), H200),
     Row(HOPPER, FORWARD, 128, 16, ("band",), Tile(64, 64, 4, 3), H200),
-    Row(HOPPER, FORWARD, 128, 16, ("masked",), Tile(128, 32, 8, 3, 128), H200),
+    Row(HOPPER, FORWARD, 128, 16, ("short",), Tile(64, 32, 4, 3), H200),
     Row(HOPPER, FORWARD, 128, 16, ("changed",), Tile(128, 64, 8, 3), H200),
     Row(HOPPER, FORWARD, 256, 16, REGULAR, Tile(128, 64, 8, 2), H200),
     Row(HOPPER, KEYS, 64, 16, REGULAR, Tile(64, 64, 4, 3), H200),
-    Row(HOPPER, KEYS, 64, 16, ("changed",), Tile(32, 64, 4, 3), H200),
+    Row(HOPPER, KEYS, 64, 16, ("changed",), Tile(32, 64, 4, 3, 168), H200),
     Row(HOPPER, KEYS, 128, 16, ANY, Tile(32, 128, 8, 3), H200),
     Row(HOPPER, KEYS, 256, 16, ("plain",), Tile(64, 32, 8, 2), H200),
     Row(HOPPER, KEYS, 256, 16, REGULAR, Tile(64, 32, 8, 2)),
     Row(HOPPER, QUERIES, 64, 16, REGULAR, Tile(64, 64, 4, 3), H200),
-    Row(HOPPER, QUERIES, 64, 16, ("changed",), Tile(64, 64, 4, 3), H200),
+    Row(HOPPER, QUERIES, 64, 16, ("changed",), Tile(64, 64, 4, 3, 168), H200),
     Row(HOPPER, QUERIES, 128, 16, (*REGULAR, "changed"), Tile(128, 64, 8, 3), H200),
     Row(HOPPER, QUERIES, 256, 16, ("plain",), Tile(32, 64, 4, 2), H200),
     Row(HOPPER, QUERIES, 256, 16, REGULAR, Tile(32, 64, 4, 2)),
+    Row(HOPPER, GRADIENT, 64, 16, ANY, Tile(64, 64, 4, 2), H200),
     Row(HOPPER, GRADIENT, 128, 16, ANY, Tile(64, 32, 8, 2)),
     Row(CDNA3, FORWARD, 128, 16, ANY, Tile(64, 32, 8, 2)),
     Row(CDNA3, KEYS, 64, 16, ("changed",), Tile(16, 64, 4, 2)),
