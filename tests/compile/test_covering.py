@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from onchip.schedules.triton.tiles import TABLE
+from onchip.schedules.triton import tiles
 from tests.compile import aot
 from tests.compile.rows import DTYPES, FEATURES, HEAD_DIMS, KINDS, Row, covering
 
@@ -15,8 +15,9 @@ ROWS = covering()
 # float32 and of head dims beyond 128 are small already: smaller ones would cost more than the spills. Measured over
 # these rows and rounded up. Where ptxas gives up it uses 32 registers and spills several thousand times.
 MOST_SPILLS = {"forward": 250, "keys": 1200, "queries": 300, "gradient": 650, "delta": 0}
-MOST_SPILLS_TIMED = 50
-MOST_SPILLS_CAREFUL = 100
+MOST_SPILLS_TIMED = {"forward": 50, "keys": 50, "queries": 50, "gradient": 4, "delta": 0}
+MOST_SPILLS_CAREFUL = {"forward": 100, "keys": 50, "queries": 50, "gradient": 40}
+MOST_SPILLS_BOUNDED = 80
 MOST_SPILLS_GFX942 = 100
 
 
@@ -31,7 +32,7 @@ def most_spills(row, careful):
         changes = row.spec.score or row.spec.mask or row.spec.dropout_p
         timed = row.target == "sm_90" and changes and (row.kernel != "gradient" or max(row.dims) <= 64)
         # what heeds what is hidden runs only where something is not finite
-        return (MOST_SPILLS_CAREFUL if careful else MOST_SPILLS_TIMED) if timed else 0
+        return (MOST_SPILLS_CAREFUL if careful else MOST_SPILLS_TIMED)[row.kernel] if timed else 0
     return MOST_SPILLS_GFX942 if row.target == "gfx942" else MOST_SPILLS[row.kernel]
 
 
@@ -65,7 +66,13 @@ def test_compiles(row, record_property):
         assert last.serialized == 0, "ptxas made products wait for each other (C75xx)"
 
 
-BOUNDED = [(row, kind) for row in TABLE if row.tile.registers is not None for kind in row.kinds if kind != "grouped"]
+BOUNDED = [
+    (row, kind)
+    for row in tiles.TABLE
+    if row.tile.registers is not None
+    for kind in row.kinds
+    if kind in tiles.KINDS[row.kernel]
+]
 
 
 @pytest.mark.parametrize(("row", "kind"), BOUNDED, ids=[f"{row.kernel}-{row.dim}-{kind}" for row, kind in BOUNDED])
@@ -80,7 +87,7 @@ def test_a_bound_of_registers_lets_programs_share_a_multiprocessor(row, kind, re
         for fact, value in vars(made).items():
             record_property(f"{name} {fact}", value)
         assert made.registers <= row.tile.registers and programs * (made.shared + 1024) <= 228 * 1024, made
-        assert made.spills_in_loops <= MOST_SPILLS_CAREFUL, made
+        assert made.spills_in_loops <= MOST_SPILLS_BOUNDED, made
 
 
 def test_rows_cover_features_at_every_target():

@@ -6,13 +6,11 @@ from dataclasses import dataclass, replace
 from itertools import product
 
 from onchip.bench.tune.cases import Case
-from onchip.schedules.triton.limits import SIZES, least_registers, least_shared
+from onchip.schedules.triton.limits import BOUNDS, SIZES, least_registers, least_shared
 from onchip.schedules.triton.tiles import Tile
 
 WARPS, STAGES = (4, 8), (1, 2, 3, 4)
 """Warps below 4 hold no tile that feeds a tensor core well; above 8 the register file has no room for their sums."""
-BOUNDS = {4: (168, 128), 8: (128,)}
-"""Registers of a thread with which 3 or 4 programs of 4 warps, and 2 of 8, share a multiprocessor of NVIDIA's."""
 OTHERS = 32
 """Registers beside sums and scores: a bound that leaves fewer is not tried, for the kernel would spill."""
 

@@ -9,22 +9,17 @@ SIZES = (16, 32, 64, 128)
 """Rows and columns of tiles: products take 16 at least, and every one divides a block of 128 of the lists."""
 WARPS = (1, 2, 4, 8, 16)
 STAGES = (1, 2, 3, 4, 5)
-REGISTERS = (None, 80, 96, 128, 168)
-"""Of a thread: as many as it likes, or of 65536 so many that 6, 5, 4 or 3 programs of 4 warps share a processor."""
+BOUNDS = {4: (168, 128), 8: (128,)}
+"""Registers of a thread, by warps, with which 3 or 4 programs of 4 warps, or 2 of 8, share NVIDIA's multiprocessors."""
 
 
 def is_tile(tile: Tile) -> bool:
     """Whether the kernels can be compiled with these sizes and are right with them, if they launch."""
     sizes = (tile.rows, tile.columns, tile.warps, tile.stages)
-    bounded = tile.registers is None or type(tile.registers) is int
-    return (
-        bounded
-        and tile.registers in REGISTERS
-        and all(
-            type(size) is int and size in allowed
-            for size, allowed in zip(sizes, (SIZES, SIZES, WARPS, STAGES), strict=True)
-        )
-    )
+    choices = (SIZES, SIZES, WARPS, STAGES)
+    if not all(type(size) is int and size in allowed for size, allowed in zip(sizes, choices, strict=True)):
+        return False
+    return tile.registers is None or (type(tile.registers) is int and tile.registers in BOUNDS.get(tile.warps, ()))
 
 
 def padded(dim: int) -> int:
