@@ -145,12 +145,40 @@ def test_results_of_launches_are_no_views(launches, monkeypatch, grad):
     found.out.add_(inputs[0])
 
 
+@pytest.mark.parametrize("mask", [None, "documents"])
+def test_descriptors_are_of_the_tensors_of_the_call(launches, mask):
+    run = Run(launches, dataclasses.replace(PLAIN, dims=(128, 128), causal=False, mask=mask))
+    for _ in range(2):
+        run.inputs = [tensor.clone() for tensor in run.inputs]
+        run.forward()
+        assert [launched.name for launched in launches] == ["forward"] * (2 if mask else 1)
+        for launched in launches:
+            for given, wanted in zip(launched.arguments[:2], run.inputs[1:], strict=True):
+                assert given.base is wanted and given.shape == list(wanted.shape)
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        Spec(((20, 33),), dims=(128, 128), layout="padded"),
+        Spec(((20, 33),), dims=(128, 128), layout="packed"),
+        Spec(((20, 33),), dims=(100, 100)),
+        Spec(((20, 33),), dims=(128, 128), view="interleaved"),
+        Spec(((20, 33),), dims=(128, 128), dropout_p=0.1),
+        PLAIN,
+    ],
+    ids=["padded", "packed", "odd rows", "interleaved", "changed", "narrow"],
+)
+def test_tma_is_left_alone_where_it_reads_too_much_or_cannot(launches, spec):
+    assert Run(launches, spec).forward().arguments[:2] == (None, None)
+
+
 def test_each_launch_gets_the_tensors_of_its_call(launches):
     run = Run(launches, PLAIN)
     for _ in range(2):
         run.inputs = [tensor.clone() for tensor in run.inputs]
         launched = run.forward()
-        for given, wanted in zip(launched.arguments, (*run.inputs, run.out, run.lse), strict=False):
+        for given, wanted in zip(launched.arguments[2:], (*run.inputs, run.out, run.lse), strict=False):
             assert given is wanted
         grad_out = torch.zeros_like(run.out)
         delta, keys, queries = run.backward(grad_out)

@@ -1,6 +1,7 @@
 """What portable kernels read of biases and masks, and store of gradients: vectors, where eight columns follow."""
 
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -36,3 +37,13 @@ def test_vectors_of_a_bias_and_a_mask_have_room(dim, target):
             seen.add((launch.name, launch.keywords["CAREFUL"]))
             assert aot.compile_launch(launch, target).shared <= aot.SHARED_LIMITS[target], launch.name
     assert len(seen) == 8
+
+
+@pytest.mark.parametrize("spec", [Spec(((1100, 1100),)), Spec(((300, 300),), causal=True, mask="documents")], ids=str)
+def test_tma_brings_keys_and_values_of_wide_heads(spec):
+    """Addresses take no registers then, so that with 128 of them products do not wait for each other."""
+    launch = aot.launches_of(replace(spec, heads=(2, 2), dims=(128, 128)), torch.bfloat16, "sm_90")[0]
+    ptx = aot.made_of(launch, "sm_90").asm["ptx"]
+    assert "cp.async.bulk.tensor" in ptx and "cp.async.cg.shared.global" not in ptx
+    made = aot.compile_launch(launch, "sm_90")
+    assert made.registers == launch.keywords["maxnreg"] == 128 and made.serialized == 0

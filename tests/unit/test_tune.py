@@ -20,7 +20,7 @@ from onchip.schedules.triton.tiles import Row, Tile, tile_of
 from onchip.schedules.triton.tuned import Entry, Key, entry_for, read, table_of
 
 ROOT = Path(__file__).parents[2]
-H200 = Limits(227 * 1024, 255, 32)
+H200 = Limits(227 * 1024, 255, 32, tma=True)
 KEY = Key(device="NVIDIA H200", architecture="sm_90", torch="2.11.0", triton="3.6.0", kernels="0123")
 CASE = Case("forward", 64, torch.bfloat16, "band")
 SHIPPED = tile_of("sm_90", "forward", 64, 16, "band")
@@ -64,12 +64,13 @@ class Fake:
 
 
 def area(tile):
-    """A cost with one best tile: 128 x 128 with 8 warps and 3 stages, and all the registers that they like."""
-    *sizes, registers = dataclasses.astuple(tile)
+    """A cost with one best tile: 128 x 128 with 8 warps and 3 stages, all the registers that they like, and no TMA."""
+    *sizes, registers, tma = dataclasses.astuple(tile)
     sizes = zip(sizes, (128, 128, 8, 3), strict=True)
     return (
         1
         + (registers is not None)
+        + tma
         + sum(abs(one.bit_length() - best.bit_length()) + (one != best) for one, best in sizes)
     )
 

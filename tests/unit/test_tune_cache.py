@@ -122,6 +122,7 @@ BROKEN = {
     "registers": text_of(tile={"rows": 64, "columns": 64, "warps": 4, "stages": 2, "registers": 100}),
     "registers of other warps": text_of(tile={"rows": 64, "columns": 64, "warps": 8, "stages": 2, "registers": 168}),
     "half a register": text_of(tile={"rows": 64, "columns": 64, "warps": 4, "stages": 2, "registers": 128.0}),
+    "TMA": text_of(tile={"rows": 64, "columns": 64, "warps": 4, "stages": 2, "tma": 1}),
     "a bool": text_of(tile={"rows": 64, "columns": 64, "warps": True, "stages": 2}),
     "shared memory": text_of(dim=256, tile={"rows": 64, "columns": 128, "warps": 8, "stages": 5}),
     "time": text_of(ms=float("nan")),

@@ -19,9 +19,9 @@ COLUMNS = ("kernel", "kind", "dim", "bits")
 
 
 def tile_text(tile: Tile) -> str:
-    """Rows and columns, warps, stages, and registers if they are bounded."""
+    """Rows and columns, warps, stages, registers if they are bounded, and whether TMA is used."""
     bound = "" if tile.registers is None else f", {tile.registers}"
-    return f"{tile.rows} x {tile.columns}, {tile.warps}, {tile.stages}{bound}"
+    return f"{tile.rows} x {tile.columns}, {tile.warps}, {tile.stages}{bound}{', TMA' if tile.tma else ''}"
 
 
 def cached_table(entries: Sequence[Entry], key: Key) -> Table:

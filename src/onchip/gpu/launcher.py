@@ -79,18 +79,18 @@ class Series:
         self.kernels = tuple(launcher.kernel for launcher, _ in launches)
         self._found: tuple[tuple[_Found, Callable[[Any], tuple[Any, ...]]], ...] = ()
 
-    def __call__(self, *tensors: Tensor | None) -> None:
-        """Launch all of them, as each launcher would."""
+    def __call__(self, *tensors: Tensor | None, descriptors: tuple[Any, ...] = ()) -> None:
+        """Launch all of them, as each launcher would, with the same descriptors."""
         addresses, aligned = _addresses(tensors)
         found = self._found
         if found and aligned and found[0][0].settings == _settings() and _is_unobserved(*self.kernels):
             stream = driver.active.get_current_stream(found[0][0].device)
             for one, pick in found:
-                one.launch(stream, pick(addresses))
+                one.launch(stream, (*descriptors, *pick(addresses)))
             return
         self._found, every = (), []
         for launcher, places in self._launches:
-            launcher(*(tensors[place] for place in places))
+            launcher(*(tensors[place] for place in places), descriptors=descriptors)
             if launcher.found is not None:
                 every.append((launcher.found, itemgetter(*places)))
         if len(every) == len(self._launches) and len({one.settings for one, _ in every}) == 1:

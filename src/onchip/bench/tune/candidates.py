@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 
 from onchip.bench.tune.cases import Case
+from onchip.gpu import FORWARD
 from onchip.schedules.triton.limits import BOUNDS, SIZES, least_registers, least_shared
 from onchip.schedules.triton.tiles import Tile
 
@@ -17,11 +18,13 @@ OTHERS = 32
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What a processor has: bytes of shared memory for a program, registers of a thread, threads of a warp."""
+    """What a processor has: bytes of shared memory for a program, registers of a thread, threads of a warp, and TMA as
+    the forward uses it."""
 
     shared: int
     registers: int
     lanes: int
+    tma: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,13 +52,17 @@ def candidates(case: Case, shipped: Tile, limits: Limits) -> Candidates:
         else:
             bounds = BOUNDS[tile.warps] if limits.lanes == 32 else ()
             bounded = (replace(tile, registers=bound) for bound in bounds if bound / 2 < held + OTHERS <= bound)
-            kept += (one for one in (tile, *bounded) if one != shipped)
-    order = lambda tile: (_steps(tile, shipped), tile.rows, tile.columns, tile.registers or 0)  # noqa: E731
+            every = [tile, *bounded]
+            if limits.tma and case.kernel == FORWARD and case.bits == 16:
+                every += [replace(one, tma=True) for one in every]
+            kept += (one for one in every if one != shipped)
+    order = lambda tile: (_steps(tile, shipped), tile.rows, tile.columns, tile.registers or 0, tile.tma)  # noqa: E731
     return Candidates(tuple(sorted(kept, key=order)), pruned)
 
 
 def _steps(tile: Tile, other: Tile) -> int:
-    """How many doublings, and stages, lie between two tiles, and whether their registers are bounded otherwise."""
+    """How many doublings, and stages, lie between two tiles, and whether registers and TMA differ."""
     sizes = (tile.rows, other.rows), (tile.columns, other.columns), (tile.warps, other.warps)
     doublings = sum(abs(one.bit_length() - two.bit_length()) for one, two in sizes)
-    return doublings + abs(tile.stages - other.stages) + (tile.registers != other.registers)
+    others = (tile.registers != other.registers) + (tile.tma != other.tma)
+    return doublings + abs(tile.stages - other.stages) + others

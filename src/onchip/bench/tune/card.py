@@ -50,8 +50,9 @@ class _Open:
 
 def limits_of(device: torch.device) -> Limits:
     """What a processor of a CUDA or ROCm device has."""
-    lanes = torch.cuda.get_device_properties(device).warp_size
-    return Limits(shared_bytes(device), 512 if torch.version.hip is not None else 255, lanes)
+    properties, amd = torch.cuda.get_device_properties(device), torch.version.hip is not None
+    tma = not amd and properties.major == 9
+    return Limits(shared_bytes(device), 512 if amd else 255, properties.warp_size, tma)
 
 
 class Card:

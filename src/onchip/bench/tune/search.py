@@ -143,5 +143,5 @@ def _halve(bench: Bench, shipped: Tile, running: Sequence[Tile]) -> Mapping[Tile
         timings = bench.race(shipped, running, rounds)
         fastest = sorted((tile for tile in running if tile in timings), key=lambda tile: timings[tile].ratio)
         running = fastest[: max(FINALISTS, len(running) // KEPT)]
-        rounds *= 2
+        rounds = min(2 * rounds, LAST_ROUNDS)
     return bench.race(shipped, running, LAST_ROUNDS)

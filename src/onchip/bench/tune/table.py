@@ -40,7 +40,8 @@ def _chosen(table: Table, key: Key, kernel: str, dim: int, bits: int, kind: str)
 def text_of(row: Row) -> str:
     """A row as tiles.py writes it."""
     kinds = "ANY" if row.kinds == ANY else repr(row.kinds).replace("'", '"')
-    sizes = (row.tile.rows, row.tile.columns, row.tile.warps, row.tile.stages, row.tile.registers)
-    tile = f"Tile({', '.join(str(size) for size in sizes if size is not None)})"
+    sizes = [row.tile.rows, row.tile.columns, row.tile.warps, row.tile.stages]
+    sizes += [row.tile.registers] if row.tile.registers is not None else []
+    tile = f"Tile({', '.join(map(str, sizes))}{', tma=True' if row.tile.tma else ''})"
     architectures = repr(row.architectures).replace("'", '"')
     return f'Row({architectures}, {row.kernel.upper()}, {row.dim}, {row.bits}, {kinds}, {tile}, "{row.source}"),'

@@ -15,6 +15,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from onchip.gpu import KEYS, parts
 from onchip.gpu import call as gpu
 from onchip.gpu.call import power_of_two
+from onchip.gpu.descriptors import is_expressible, moved
 from onchip.gpu.launcher import Launcher
 from onchip.model.hardware import multiprocessors
 from onchip.problem import Problem
@@ -125,9 +126,7 @@ def described(tensor: Tensor, packed: bool, rows: int, columns: int, pack: int =
 
 def expressible(tensor: Tensor) -> Tensor:
     """The tensor, or a copy if TMA cannot read it: rows of one piece, everything else at multiples of 16 bytes."""
-    strides = [stride for size, stride in zip(tensor.shape[:-1], tensor.stride()[:-1], strict=True) if size > 1]
-    dense = tensor.shape[-1] == 1 or tensor.stride(-1) == 1
-    if dense and tensor.data_ptr() % 16 == 0 and all(stride > 0 and stride % VECTOR == 0 for stride in strides):
+    if is_expressible(tensor):
         return tensor
     return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
 
@@ -156,14 +155,6 @@ class Prepared:
             work = torch.empty(self.marks, dtype=torch.int32, device=device)
         descriptors = moved(self.query, query), moved(self.key, key), moved(self.value, value), moved(self.out, out)
         self.launcher(value, out, lse, counter, work, descriptors=descriptors)
-
-
-def moved(descriptor: TensorDescriptor, tensor: Tensor) -> TensorDescriptor:
-    """The descriptor of another tensor, whose shape and strides need no second look."""
-    made: TensorDescriptor = object.__new__(TensorDescriptor)
-    made.__dict__.update(descriptor.__dict__)
-    made.base = tensor
-    return made
 
 
 def workspace_of(device: torch.device) -> tuple[Tensor, Tensor]:

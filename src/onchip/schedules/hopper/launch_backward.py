@@ -11,10 +11,11 @@ from triton.experimental.gluon.language import NVMMASharedLayout
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from onchip.gpu.call import on_device
+from onchip.gpu.descriptors import moved
 from onchip.gpu.launcher import Launcher, PerProblem
 from onchip.problem import Problem
 from onchip.schedules.hopper.backward import finish_kernel, narrow_kernel, prepare_kernel, wide_kernel
-from onchip.schedules.hopper.launch import PANEL, ROWS, VECTOR, Call, described, expressible, moved, width
+from onchip.schedules.hopper.launch import PANEL, ROWS, VECTOR, Call, described, expressible, width
 from onchip.schedules.hopper.tiles import BACKWARD
 from onchip.schedules.hopper.widest import widest_kernel
 from onchip.schedules.hopper.workspace import SUM_COLUMNS, Workspace

@@ -18,9 +18,11 @@ from typing import Any
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from onchip.gpu import FORWARD
 from onchip.gpu.call import Results, on_device
+from onchip.gpu.descriptors import moved as moved_to
 from onchip.gpu.launcher import Launcher, PerProblem, Series
 from onchip.gpu.parts import (
     LN2,
@@ -57,7 +59,7 @@ UNSPECIALIZED = [
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
 def forward_kernel(
-    query, key, value, out, lse, unusual,
+    k_map, v_map, query, key, value, out, lse, unusual,
     q_b: tl.int64, q_h: tl.int64, q_n: tl.int64, q_d: tl.int64,
     k_b: tl.int64, k_h: tl.int64, k_n: tl.int64, k_d: tl.int64,
     v_b: tl.int64, v_h: tl.int64, v_n: tl.int64, v_d: tl.int64,
@@ -78,6 +80,7 @@ def forward_kernel(
 ):  # fmt: skip
     """Out and LSE. `heads` counts groups of PACK query heads; `tiles` the tiles of rows (slots, if packed).
 
+    k_map, v_map: descriptors of key and value, which TMA reads then, or None.
     SAME: rows of value are as long, and lie as far apart, as those of key.
 
     With `unusual` there are two kernels: one that leaves 1 there if a sum is NaN, as 0 times what is not finite is,
@@ -140,22 +143,23 @@ def forward_kernel(
         listed = None
         start, full_start, full_stop, stop = visits(row_first, row_last, least, most, length_k, BK, keep is not None)
     keys = (k_start, v_start, k_offsets, v_offsets, k_n, v_n)
+    maps = (k_map, v_map, b, kv_head)
     rows = (position, begins, ends)
     where = (sequence, heads_of_rows, token_q, token_k, length_q, length_k)
     dropout = (seed, threshold)
     if LOW or keep is not None:
         acc, m, l = attend(
-            acc, m, l, q, keys, rows, where, start, full_start, listed, scale, dropout, given, keep, change,
+            acc, m, l, q, keys, maps, rows, where, start, full_start, listed, scale, dropout, given, keep, change,
             D, DV, BLOCK_D, BLOCK_DV, BK, LISTS, True, SCALED, LOW, CAREFUL, EIGHTS, VECTOR, PRECISION,
         )  # fmt: skip
     if LISTS or keep is None:
         acc, m, l = attend(
-            acc, m, l, q, keys, rows, where, full_start, full_stop, listed, scale, dropout, given, None, change,
+            acc, m, l, q, keys, maps, rows, where, full_start, full_stop, listed, scale, dropout, given, None, change,
             D, DV, BLOCK_D, BLOCK_DV, BK, LISTS, False, SCALED, LOW, CAREFUL, EIGHTS, VECTOR, PRECISION,
         )  # fmt: skip
     if not LISTS:
         acc, m, l = attend(
-            acc, m, l, q, keys, rows, where, full_stop, stop, listed, scale, dropout, given, keep, change,
+            acc, m, l, q, keys, maps, rows, where, full_stop, stop, listed, scale, dropout, given, keep, change,
             D, DV, BLOCK_D, BLOCK_DV, BK, LISTS, True, SCALED, LOW, CAREFUL, EIGHTS, VECTOR, PRECISION,
         )  # fmt: skip
 
@@ -195,7 +199,7 @@ def forward_kernel(
 
 @triton.jit
 def attend(
-    acc, m, l, q, keys, rows, where, begin, end, listed, scale, dropout, given,
+    acc, m, l, q, keys, maps, rows, where, begin, end, listed, scale, dropout, given,
     keep: tl.constexpr, change: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BK: tl.constexpr,
     LISTS: tl.constexpr, MASKED: tl.constexpr, SCALED: tl.constexpr, LOW: tl.constexpr, CAREFUL: tl.constexpr,
@@ -206,16 +210,24 @@ def attend(
     SCALED: scores are scaled one by one, as a scale that is not positive wants it.
     """
     k_start, v_start, k_offsets, v_offsets, k_n, v_n = keys
+    k_map, v_map, b, kv_head = maps
     position, begins, ends = rows
     sequence, head, token_q, token_k, length_q, length_k = where
     seed, threshold = dropout
     columns = tl.arange(0, BK)
     i = position[:, None]
     for step in range(begin, end, 1 if LISTS else BK):
+        if k_map is not None:
+            # No instruction, but a use of the sums: the last product is waited for here and not behind the next one of
+            # scores, so that its weights need no registers meanwhile. Other programs have products to make.
+            acc = tl.inline_asm_elementwise("", "=f,0", [acc], dtype=tl.float32, is_pure=True, pack=1)
         column = listed_column(listed, step, BK) if LISTS else multiple(step, BK, EIGHTS)
         inside = columns < length_k - column
         j = (column + columns)[None, :]
-        k = load_tile(moved(k_start, column, k_n, VECTOR), k_offsets, inside, MASKED, D, BLOCK_D)
+        if k_map is not None:
+            k = k_map.load([b, kv_head, column, 0]).reshape([BK, BLOCK_D])
+        else:
+            k = load_tile(moved(k_start, column, k_n, VECTOR), k_offsets, inside, MASKED, D, BLOCK_D)
         s = multiply(q, tl.trans(k), None, PRECISION)  # (BQ, BK)
         if change is not None:
             near_i, near_j = nearest(i, length_q), nearest_column(j, length_k, EIGHTS)
@@ -250,7 +262,10 @@ def attend(
         acc = acc * kept[:, None]
         if seed is not None:
             p = tl.where(alive(seed, sequence, head, i, column, threshold, BK), p, 0.0)
-        v = load_tile(moved(v_start, column, v_n, VECTOR), v_offsets, inside, MASKED, DV, BLOCK_DV)
+        if v_map is not None:
+            v = v_map.load([b, kv_head, column, 0]).reshape([BK, BLOCK_DV])
+        else:
+            v = load_tile(moved(v_start, column, v_n, VECTOR), v_offsets, inside, MASKED, DV, BLOCK_DV)
         if CAREFUL and (MASKED or change is not None):
             # what no row of the tile sees may hold anything
             v = tl.where((tl.max(s, 0) > float("-inf"))[:, None], v, 0.0).to(v.dtype)
@@ -265,9 +280,19 @@ def forward(problem: Problem, query: Tensor, key: Tensor, value: Tensor, *, save
     with on_device(query.device):
         if prepared is not None and prepared.launch.kernels[-1] is forward_kernel and are_aligned(query, key, value):
             out, lse = prepared.results.empty(query)
-            prepared.launch(query, key, value, out, lse, unusual_of(prepared.careful, query.device))
+            unusual = unusual_of(prepared.careful, query.device)
+            prepared.launch(query, key, value, out, lse, unusual, descriptors=described(prepared.maps, key, value))
             return out, lse
         return _prepare(problem, query, key, value, facts)
+
+
+Maps = tuple[TensorDescriptor | None, TensorDescriptor | None]
+
+
+def described(maps: Maps, *tensors: Tensor) -> Maps:
+    """Descriptors of key and value, if TMA brings them."""
+    k, v = (one and moved_to(one, tensor) for one, tensor in zip(maps, tensors, strict=True))
+    return k, v
 
 
 def _prepare(
@@ -281,9 +306,11 @@ def _prepare(
     call, inputs = Call(problem), (query, key, value)
     query, key, value = call.readable(*inputs)
     launch = _launch(call, query, key, value, out)
+    maps = call.maps(call.tile(FORWARD), key, value)
     if are_aligned(*inputs) and all(a is b for a, b in zip(inputs, (query, key, value), strict=True)):
-        _PREPARED.of(problem)[facts] = _Prepared(launch, results, call.careful)
-    launch(query, key, value, out, lse, unusual_of(call.careful, query.device))
+        _PREPARED.of(problem)[facts] = _Prepared(launch, results, call.careful, maps)
+    unusual = unusual_of(call.careful, query.device)
+    launch(query, key, value, out, lse, unusual, descriptors=described(maps, key, value))
     return out, lse
 
 
@@ -294,6 +321,7 @@ class _Prepared:
     launch: Launcher | Series
     results: Results
     careful: bool
+    maps: Maps
 
 
 _PREPARED: PerProblem[_Prepared] = PerProblem()

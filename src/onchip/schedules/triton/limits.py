@@ -19,6 +19,8 @@ def is_tile(tile: Tile) -> bool:
     choices = (SIZES, SIZES, WARPS, STAGES)
     if not all(type(size) is int and size in allowed for size, allowed in zip(sizes, choices, strict=True)):
         return False
+    if type(tile.tma) is not bool:
+        return False
     return tile.registers is None or (type(tile.registers) is int and tile.registers in BOUNDS.get(tile.warps, ()))
 
 

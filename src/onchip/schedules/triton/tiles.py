@@ -19,6 +19,8 @@ class Tile:
     Attributes:
         registers: of a thread at most, so that one more program fits beside others; None leaves them to ptxas, and so
             must rows for other processors than NVIDIA's.
+        tma: of FORWARD, on Hopper: keys and values come by TMA where it can read them (`Call.maps`), which takes no
+            registers for addresses, and none are held for weights while scores are computed.
     """
 
     rows: int
@@ -26,6 +28,7 @@ class Tile:
     warps: int
     stages: int
     registers: int | None = None
+    tma: bool = False
 
 
 FEW = 64
@@ -87,7 +90,7 @@ TABLE = (
     Row(HOPPER, FORWARD, 64, 16, REGULAR, Tile(64, 64, 4, 3, 128), H200),
     Row(HOPPER, FORWARD, 64, 16, ("masked",), Tile(64, 64, 4, 3, 168)),
     Row(HOPPER, FORWARD, 64, 16, ("changed",), Tile(64, 64, 4, 3, 168), H200),
-    Row(HOPPER, FORWARD, 128, 16, ("plain", "masked"), Tile(128, 64, 8, 2, 128), H200),
+    Row(HOPPER, FORWARD, 128, 16, ("plain", "masked"), Tile(128, 64, 8, 2, 128, tma=True)),
     Row(HOPPER, FORWARD, 128, 16, ("band",), Tile(64, 64, 4, 3), H200),
     Row(HOPPER, FORWARD, 128, 16, ("short",), Tile(64, 32, 4, 3), H200),
     Row(HOPPER, FORWARD, 128, 16, ("changed",), Tile(128, 64, 8, 3), H200),
