@@ -12,7 +12,7 @@ UNUSED = 8
 """A stride that TMA takes, for an extent of 1: elements of 16 bits in 16 bytes."""
 
 
-def moved(descriptor: Descriptor, tensor: Tensor) -> Descriptor:
+def moved(descriptor: Descriptor, tensor: Tensor | None) -> Descriptor:
     """The descriptor, Triton's or Gluon's, of another tensor, whose shape and strides need no second look."""
     made: Any = object.__new__(type(descriptor))
     made.__dict__.update(descriptor.__dict__)

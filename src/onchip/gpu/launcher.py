@@ -14,6 +14,7 @@ from triton import knobs
 from triton.compiler import CompiledKernel
 from triton.runtime import driver
 
+from onchip.gpu.descriptors import moved
 from onchip.gpu.start import is_held, start
 from onchip.problem import Problem
 
@@ -21,6 +22,8 @@ ALIGNED = 16
 """Triton compiles for addresses that are multiples of so many bytes, and once more for others."""
 
 Kept = TypeVar("Kept")
+Maps = tuple[tuple[Any, int], ...]
+"""Descriptors, or None, each with the place of its tensor."""
 
 
 class Launcher:
@@ -33,14 +36,18 @@ class Launcher:
     Args:
         kernel: a function of Triton's, or what takes the place of one in a test.
         rest: arguments behind the tensors. constants: arguments behind those by name, and options of the compiler.
+        maps: descriptors before the tensors, or None, and of which tensor each is: one of those that a call brings.
 
     Attributes:
         kernels: the kernel alone, as a Series has several.
         found: what later launches repeat, as soon as there is such a thing.
     """
 
-    def __init__(self, kernel: Any, programs: int, rest: tuple[Any, ...], constants: dict[str, Any]) -> None:
+    def __init__(
+        self, kernel: Any, programs: int, rest: tuple[Any, ...], constants: dict[str, Any], maps: Maps = ()
+    ) -> None:
         self.kernel, self._programs, self._rest, self._constants = kernel, programs, rest, constants
+        self.maps = maps
         self.kernels = (kernel,)
         self.found: _Found | None = None
 
@@ -49,9 +56,10 @@ class Launcher:
 
         Args:
             tensors: dtypes, and which are None, must be those of the first launch.
-            descriptors: arguments before the tensors.
+            descriptors: arguments before the tensors, where the launcher has no maps.
         """
         addresses, aligned = _addresses(tensors)
+        descriptors = descriptors or _described(self.maps, tensors)
         found = self.found
         if found is not None and aligned and found.settings == _settings() and _is_unobserved(self.kernel):
             found.launch(driver.active.get_current_stream(found.device), (*descriptors, *addresses))
@@ -77,24 +85,30 @@ class Series:
     def __init__(self, *launches: tuple[Launcher, tuple[int, ...]]) -> None:
         self._launches = launches
         self.kernels = tuple(launcher.kernel for launcher, _ in launches)
-        self._found: tuple[tuple[_Found, Callable[[Any], tuple[Any, ...]]], ...] = ()
+        self._found: tuple[tuple[_Found, Maps, Callable[[Any], tuple[Any, ...]]], ...] = ()
 
-    def __call__(self, *tensors: Tensor | None, descriptors: tuple[Any, ...] = ()) -> None:
-        """Launch all of them, as each launcher would, with the same descriptors."""
+    def __call__(self, *tensors: Tensor | None) -> None:
+        """Launch all of them, as each launcher would."""
         addresses, aligned = _addresses(tensors)
         found = self._found
         if found and aligned and found[0][0].settings == _settings() and _is_unobserved(*self.kernels):
             stream = driver.active.get_current_stream(found[0][0].device)
-            for one, pick in found:
-                one.launch(stream, (*descriptors, *pick(addresses)))
+            for one, maps, pick in found:
+                one.launch(stream, (*_described(maps, tensors), *pick(addresses)))
             return
         self._found, every = (), []
         for launcher, places in self._launches:
-            launcher(*(tensors[place] for place in places), descriptors=descriptors)
+            launcher(*(tensors[place] for place in places))
             if launcher.found is not None:
-                every.append((launcher.found, itemgetter(*places)))
-        if len(every) == len(self._launches) and len({one.settings for one, _ in every}) == 1:
+                maps = tuple((one, places[place]) for one, place in launcher.maps)
+                every.append((launcher.found, maps, itemgetter(*places)))
+        if len(every) == len(self._launches) and len({one.settings for one, *_ in every}) == 1:
             self._found = tuple(every)
+
+
+def _described(maps: Maps, tensors: Sequence[Tensor | None]) -> tuple[Any, ...]:
+    """Descriptors of these tensors, or None."""
+    return tuple(None if one is None else moved(one, tensors[place]) for one, place in maps)
 
 
 def _addresses(tensors: Sequence[Tensor | None]) -> tuple[list[int | None], bool]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 
 from onchip.bench.tune.cases import Case
-from onchip.gpu import FORWARD
+from onchip.gpu import GRADIENT
 from onchip.schedules.triton.limits import BOUNDS, SIZES, least_registers, least_shared
 from onchip.schedules.triton.tiles import Tile
 
@@ -19,7 +19,7 @@ OTHERS = 32
 @dataclass(frozen=True, slots=True)
 class Limits:
     """What a processor has: bytes of shared memory for a program, registers of a thread, threads of a warp, and TMA as
-    the forward uses it."""
+    Hopper's kernels use it."""
 
     shared: int
     registers: int
@@ -53,7 +53,7 @@ def candidates(case: Case, shipped: Tile, limits: Limits) -> Candidates:
             bounds = BOUNDS[tile.warps] if limits.lanes == 32 else ()
             bounded = (replace(tile, registers=bound) for bound in bounds if bound / 2 < held + OTHERS <= bound)
             every = [tile, *bounded]
-            if limits.tma and case.kernel == FORWARD and case.bits == 16:
+            if limits.tma and case.kernel != GRADIENT and case.bits == 16:
                 every += [replace(one, tma=True) for one in every]
             kept += (one for one in every if one != shipped)
     order = lambda tile: (_steps(tile, shipped), tile.rows, tile.columns, tile.registers or 0, tile.tma)  # noqa: E731

@@ -49,6 +49,7 @@ from onchip.gpu.parts import (
     store_tile,
     visible,
     visits,
+    waited_for,
 )
 from onchip.gpu.source import distance
 from onchip.gpu.start import start
@@ -180,7 +181,7 @@ def load_row_values(lse, delta, position, exists, MASKED: tl.constexpr):
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
 def keys_kernel(
-    query, key, value, grad_out, lse, delta, grad_key, grad_value, unusual,
+    q_map, do_map, query, key, value, grad_out, lse, delta, grad_key, grad_value, unusual,
     q_b: tl.int64, q_h: tl.int64, q_n: tl.int64, q_d: tl.int64,
     k_b: tl.int64, k_h: tl.int64, k_n: tl.int64, k_d: tl.int64,
     v_b: tl.int64, v_h: tl.int64, v_n: tl.int64, v_d: tl.int64,
@@ -258,6 +259,7 @@ def keys_kernel(
         do_start = start_of(grad_out, b, head, token_q, do_b, do_h, do_n, VECTOR)
         values = rows_of(b, head, token_q, row_b, row_h)
         rows = (q_start, do_start, q_offsets, do_offsets, q_n, do_n, lse + values, delta + values)
+        maps = (q_map, do_map, b, kv_head * GROUP + member)
         where = (sequence, head, token_q, token_k, length_q, length_k)
         # what needs a mask, before and behind [full_start, full_stop), and then what does not
         if LISTS:
@@ -276,15 +278,15 @@ def keys_kernel(
                     masked = full_start
                 tl.assume(masked > start)
         dk, dv = gather(
-            dk, dv, k, v, rows, begins, ends, where, first, start, masked, full_start, full_stop - full_start, listed,
-            scores, dropout, given, keep, change, differentiate, D, DV, BLOCK_D, BLOCK_DV, BQ, BK, LISTS, True, HIGH,
-            CAREFUL, EIGHTS, EVERY, VECTOR, PRECISION,
+            dk, dv, k, v, rows, maps, begins, ends, where, first, start, masked, full_start, full_stop - full_start,
+            listed, scores, dropout, given, keep, change, differentiate, D, DV, BLOCK_D, BLOCK_DV, BQ, BK, LISTS, True,
+            HIGH, CAREFUL, EIGHTS, EVERY, VECTOR, PRECISION,
         )  # fmt: skip
         if LISTS or keep is None:
             dk, dv = gather(
-                dk, dv, k, v, rows, begins, ends, where, first, full_start, full_stop, full_stop, 0, listed, scores,
-                dropout, given, None, change, differentiate, D, DV, BLOCK_D, BLOCK_DV, BQ, BK, LISTS, False, HIGH,
-                CAREFUL, EIGHTS, EVERY, VECTOR, PRECISION,
+                dk, dv, k, v, rows, maps, begins, ends, where, first, full_start, full_stop, full_stop, 0, listed,
+                scores, dropout, given, None, change, differentiate, D, DV, BLOCK_D, BLOCK_DV, BQ, BK, LISTS, False,
+                HIGH, CAREFUL, EIGHTS, EVERY, VECTOR, PRECISION,
             )  # fmt: skip
     dk = tl.where(lives[:, None], dk * scale, 0.0)
     dv = tl.where(lives[:, None], dv * kept_scale, 0.0)
@@ -314,7 +316,7 @@ def store_columns(
 
 @triton.jit
 def gather(
-    dk, dv, k, v, rows, begins, ends, where, first, begin, end, gap, width, listed, scores, dropout, given,
+    dk, dv, k, v, rows, maps, begins, ends, where, first, begin, end, gap, width, listed, scores, dropout, given,
     keep: tl.constexpr, change: tl.constexpr, differentiate: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BQ: tl.constexpr,
     BK: tl.constexpr, LISTS: tl.constexpr, MASKED: tl.constexpr, BOUNDED: tl.constexpr, CAREFUL: tl.constexpr,
@@ -325,17 +327,24 @@ def gather(
     If MASKED, rows from `gap` on are so many further down.
     """
     q_start, do_start, q_offsets, do_offsets, q_n, do_n, lse, delta = rows
+    q_map, do_map, b, h = maps
     sequence, head, token_q, token_k, length_q, length_k = where
     r = tl.arange(0, BQ)
     j = (first + tl.arange(0, BK))[:, None]
     for step in range(begin, end, 1 if LISTS else BQ):
+        if q_map is not None:
+            dk, dv = waited_for(dk), waited_for(dv)
         row = listed_column(listed, step, BQ) if LISTS else step
         if MASKED and not LISTS:
             row += tl.where(step < gap, 0, width)
         position = row + r
         exists = position < length_q
-        q = load_tile(moved(q_start, row, q_n, VECTOR), q_offsets, exists, MASKED, D, BLOCK_D)
-        do = load_tile(moved(do_start, row, do_n, VECTOR), do_offsets, exists, MASKED, DV, BLOCK_DV)
+        if q_map is not None:
+            q = q_map.load([b, h, row, 0]).reshape([BQ, BLOCK_D])
+            do = do_map.load([b, h, row, 0]).reshape([BQ, BLOCK_DV])
+        else:
+            q = load_tile(moved(q_start, row, q_n, VECTOR), q_offsets, exists, MASKED, D, BLOCK_D)
+            do = load_tile(moved(do_start, row, do_n, VECTOR), do_offsets, exists, MASKED, DV, BLOCK_DV)
         row_lse, row_delta = load_row_values(
             moved(lse, row, 1, 1), moved(delta, row, 1, 1), r, exists, MASKED and not EVERY
         )  # fmt: skip
@@ -356,7 +365,7 @@ def gather(
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
 def queries_kernel(
-    query, key, value, grad_out, lse, delta, grad_query, unusual,
+    k_map, v_map, query, key, value, grad_out, lse, delta, grad_query, unusual,
     q_b: tl.int64, q_h: tl.int64, q_n: tl.int64, q_d: tl.int64,
     k_b: tl.int64, k_h: tl.int64, k_n: tl.int64, k_d: tl.int64,
     v_b: tl.int64, v_h: tl.int64, v_n: tl.int64, v_d: tl.int64,
@@ -436,24 +445,25 @@ def queries_kernel(
         listed = None
         start, full_start, full_stop, stop = visits(row_first, row_last, least, most, length_k, BK, keep is not None)
     keys = (k_start, v_start, k_offsets, v_offsets, k_n, v_n)
+    maps = (k_map, v_map, b, kv_head)
     rows = (position, begins, ends)
     where = (sequence, heads_of_rows, token_q, token_k, length_q, length_k)
     dropout = (seed, threshold, kept_scale)
     if LOW or keep is not None:
         dq = trace_back(
-            dq, q, do, row_lse, row_delta, keys, rows, where, start, full_start, listed, scores, dropout, given,
+            dq, q, do, row_lse, row_delta, keys, maps, rows, where, start, full_start, listed, scores, dropout, given,
             keep, change, differentiate, D, DV, BLOCK_D, BLOCK_DV, BK, LISTS, True, LOW, CAREFUL, EIGHTS, VECTOR,
             PRECISION,
         )  # fmt: skip
     if LISTS or keep is None:
         dq = trace_back(
-            dq, q, do, row_lse, row_delta, keys, rows, where, full_start, full_stop, listed, scores, dropout, given,
-            None, change, differentiate, D, DV, BLOCK_D, BLOCK_DV, BK, LISTS, False, LOW, CAREFUL, EIGHTS, VECTOR,
-            PRECISION,
+            dq, q, do, row_lse, row_delta, keys, maps, rows, where, full_start, full_stop, listed, scores, dropout,
+            given, None, change, differentiate, D, DV, BLOCK_D, BLOCK_DV, BK, LISTS, False, LOW, CAREFUL, EIGHTS,
+            VECTOR, PRECISION,
         )  # fmt: skip
     if not LISTS:
         dq = trace_back(
-            dq, q, do, row_lse, row_delta, keys, rows, where, full_stop, stop, listed, scores, dropout, given,
+            dq, q, do, row_lse, row_delta, keys, maps, rows, where, full_stop, stop, listed, scores, dropout, given,
             keep, change, differentiate, D, DV, BLOCK_D, BLOCK_DV, BK, LISTS, True, LOW, CAREFUL, EIGHTS, VECTOR,
             PRECISION,
         )  # fmt: skip
@@ -465,7 +475,7 @@ def queries_kernel(
 
 @triton.jit
 def trace_back(
-    dq, q, do, row_lse, row_delta, keys, rows, where, begin, end, listed, scores, dropout, given,
+    dq, q, do, row_lse, row_delta, keys, maps, rows, where, begin, end, listed, scores, dropout, given,
     keep: tl.constexpr, change: tl.constexpr, differentiate: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BK: tl.constexpr,
     LISTS: tl.constexpr, MASKED: tl.constexpr, BOUNDED: tl.constexpr, CAREFUL: tl.constexpr, EIGHTS: tl.constexpr,
@@ -473,14 +483,19 @@ def trace_back(
 ):  # fmt: skip
     """dQ of the rows after the columns [begin, end), or after these steps of a list."""
     k_start, v_start, k_offsets, v_offsets, k_n, v_n = keys
+    k_map, v_map, b, kv_head = maps
     position, begins, ends = rows
     sequence, head, token_q, token_k, length_q, length_k = where
     columns = tl.arange(0, BK)
     for step in range(begin, end, 1 if LISTS else BK):
         column = listed_column(listed, step, BK) if LISTS else multiple(step, BK, EIGHTS)
         j = column + columns
-        k = load_tile(moved(k_start, column, k_n, VECTOR), k_offsets, j < length_k, MASKED, D, BLOCK_D)
-        v = load_tile(moved(v_start, column, v_n, VECTOR), v_offsets, j < length_k, MASKED, DV, BLOCK_DV)
+        if k_map is not None:
+            k = k_map.load([b, kv_head, column, 0]).reshape([BK, BLOCK_D])
+            v = v_map.load([b, kv_head, column, 0]).reshape([BK, BLOCK_DV])
+        else:
+            k = load_tile(moved(k_start, column, k_n, VECTOR), k_offsets, j < length_k, MASKED, D, BLOCK_D)
+            v = load_tile(moved(v_start, column, v_n, VECTOR), v_offsets, j < length_k, MASKED, DV, BLOCK_DV)
         weight, g, ds, seen = score_gradient(
             q, k, do, v, row_lse[:, None], row_delta[:, None], position[:, None], j[None, :], begins[:, None],
             ends[:, None], column, where, scores, dropout, given, keep, change, differentiate, BK, False, MASKED,
@@ -897,7 +912,8 @@ def _of_keys(
         "EVERY": call.reads_every_row and not careful, "WIDE": call.wide(*given),
     }  # fmt: skip
     programs = tiles * problem.heads_kv * (1 if call.packed else problem.batch)
-    return Launcher(keys_kernel, programs, rest, constants | call.constants(tile, vector, careful))
+    maps = call.maps(tile, tile.rows, {0: inputs[0], 3: inputs[3]})
+    return Launcher(keys_kernel, programs, rest, constants | call.constants(tile, vector, careful), maps)
 
 
 def _of_queries(call: Call, careful: bool, inputs: tuple[Tensor, ...], grad_query: Tensor) -> Launcher:
@@ -914,4 +930,5 @@ def _of_queries(call: Call, careful: bool, inputs: tuple[Tensor, ...], grad_quer
         "PACK": call.pack, "WIDE": call.wide(*tensors),
     }  # fmt: skip
     programs = tiles * heads * (1 if call.packed else problem.batch)
-    return Launcher(queries_kernel, programs, rest, constants | call.constants(tile, vector, careful))
+    maps = call.maps(tile, tile.columns, {1: inputs[1], 2: inputs[2]})
+    return Launcher(queries_kernel, programs, rest, constants | call.constants(tile, vector, careful), maps)

@@ -18,11 +18,9 @@ from typing import Any
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from onchip.gpu import FORWARD
 from onchip.gpu.call import Results, on_device
-from onchip.gpu.descriptors import moved as moved_to
 from onchip.gpu.launcher import Launcher, PerProblem, Series
 from onchip.gpu.parts import (
     LN2,
@@ -45,6 +43,7 @@ from onchip.gpu.parts import (
     store_tile,
     visible,
     visits,
+    waited_for,
 )
 from onchip.problem import Problem
 from onchip.schedules.triton.finite import unusual_of
@@ -218,9 +217,7 @@ def attend(
     i = position[:, None]
     for step in range(begin, end, 1 if LISTS else BK):
         if k_map is not None:
-            # No instruction, but a use of the sums: the last product is waited for here and not behind the next one of
-            # scores, so that its weights need no registers meanwhile. Other programs have products to make.
-            acc = tl.inline_asm_elementwise("", "=f,0", [acc], dtype=tl.float32, is_pure=True, pack=1)
+            acc = waited_for(acc)
         column = listed_column(listed, step, BK) if LISTS else multiple(step, BK, EIGHTS)
         inside = columns < length_k - column
         j = (column + columns)[None, :]
@@ -280,19 +277,9 @@ def forward(problem: Problem, query: Tensor, key: Tensor, value: Tensor, *, save
     with on_device(query.device):
         if prepared is not None and prepared.launch.kernels[-1] is forward_kernel and are_aligned(query, key, value):
             out, lse = prepared.results.empty(query)
-            unusual = unusual_of(prepared.careful, query.device)
-            prepared.launch(query, key, value, out, lse, unusual, descriptors=described(prepared.maps, key, value))
+            prepared.launch(query, key, value, out, lse, unusual_of(prepared.careful, query.device))
             return out, lse
         return _prepare(problem, query, key, value, facts)
-
-
-Maps = tuple[TensorDescriptor | None, TensorDescriptor | None]
-
-
-def described(maps: Maps, *tensors: Tensor) -> Maps:
-    """Descriptors of key and value, if TMA brings them."""
-    k, v = (one and moved_to(one, tensor) for one, tensor in zip(maps, tensors, strict=True))
-    return k, v
 
 
 def _prepare(
@@ -306,11 +293,9 @@ def _prepare(
     call, inputs = Call(problem), (query, key, value)
     query, key, value = call.readable(*inputs)
     launch = _launch(call, query, key, value, out)
-    maps = call.maps(call.tile(FORWARD), key, value)
     if are_aligned(*inputs) and all(a is b for a, b in zip(inputs, (query, key, value), strict=True)):
-        _PREPARED.of(problem)[facts] = _Prepared(launch, results, call.careful, maps)
-    unusual = unusual_of(call.careful, query.device)
-    launch(query, key, value, out, lse, unusual, descriptors=described(maps, key, value))
+        _PREPARED.of(problem)[facts] = _Prepared(launch, results, call.careful)
+    launch(query, key, value, out, lse, unusual_of(call.careful, query.device))
     return out, lse
 
 
@@ -321,7 +306,6 @@ class _Prepared:
     launch: Launcher | Series
     results: Results
     careful: bool
-    maps: Maps
 
 
 _PREPARED: PerProblem[_Prepared] = PerProblem()
@@ -351,4 +335,5 @@ def _launcher(call: Call, careful: bool, *tensors: Tensor) -> Launcher:
         "SAME": same, "keep": call.semantics.keep, "change": call.semantics.change, "PACK": call.pack,
         "SCALED": problem.scale <= 0, "WIDE": call.wide(*tensors),
     }  # fmt: skip
-    return Launcher(forward_kernel, programs, rest, constants | call.constants(tile, vector, careful))
+    maps = call.maps(tile, tile.columns, {1: key, 2: value})
+    return Launcher(forward_kernel, programs, rest, constants | call.constants(tile, vector, careful), maps)

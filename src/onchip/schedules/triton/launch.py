@@ -8,13 +8,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from onchip.gpu import FORWARD, GRADIENT, KEYS, QUERIES
 from onchip.gpu import call as gpu
 from onchip.gpu.call import power_of_two, precision_of
 from onchip.gpu.descriptors import is_expressible, rows_of
-from onchip.gpu.launcher import ALIGNED
+from onchip.gpu.launcher import ALIGNED, Maps
 from onchip.gpu.walk import BLOCK, Axis, ListVisits, Walk
 from onchip.normal_form import Tiles
 from onchip.problem import Problem
@@ -204,14 +203,13 @@ class Call(gpu.Call):
     def block_dv(self) -> int:
         return power_of_two(self.problem.dim_v)
 
-    def maps(self, tile: Tile, key: Tensor, value: Tensor) -> tuple[TensorDescriptor | None, TensorDescriptor | None]:
-        """What a forward is told of keys and values if TMA brings them: those of a dense batch, where nothing lies
-        behind a sequence's last one."""
-        pair = key, value
-        if not tile.tma or self.problem.layout != "dense" or not all(map(is_expressible, pair)):
-            return None, None
-        k, v = (rows_of(tensor, tile.columns, power_of_two(tensor.shape[-1])) for tensor in pair)
-        return k, v
+    def maps(self, tile: Tile, rows: int, tensors: dict[int, Tensor]) -> Maps:
+        """What a kernel is told of tensors by their places, if TMA brings them in tiles of so many rows: those of a
+        dense batch, where nothing lies behind a sequence's last row."""
+        if not tile.tma or self.problem.layout != "dense" or not all(map(is_expressible, tensors.values())):
+            return tuple((None, place) for place in tensors)
+        pairs = tensors.items()
+        return tuple((rows_of(tensor, rows, power_of_two(tensor.shape[-1])), place) for place, tensor in pairs)
 
     def constants(self, tile: Tile, vector: int, careful: bool) -> dict[str, Any]:
         """Of every kernel with a tile. With care, and where nothing is read in vectors, registers are not bounded."""

@@ -19,8 +19,8 @@ class Tile:
     Attributes:
         registers: of a thread at most, so that one more program fits beside others; None leaves them to ptxas, and so
             must rows for other processors than NVIDIA's.
-        tma: of FORWARD, on Hopper: keys and values come by TMA where it can read them (`Call.maps`), which takes no
-            registers for addresses, and none are held for weights while scores are computed.
+        tma: of all but GRADIENT, on Hopper: what a loop reads comes by TMA where it can read it (`Call.maps`), which
+            takes no registers for addresses, and none are held for weights while scores are computed.
     """
 
     rows: int
