@@ -75,7 +75,8 @@ def turn_heads(
 ):  # fmt: skip
     """Rotate the heads first to stop of one tensor; the pointers stand at the sequence of the batch.
 
-    With VECTOR above 1, rows are dense and strides count vectors of so many numbers.
+    With VECTOR above 1, rows are dense and strides count vectors of so many numbers. Which product of two is rounded is
+    said here: left to the compiler, it would differ with VECTOR, and strides would change bits.
     """
     PAIRS: tl.constexpr = DIM // 2
     # a stride of 1 that the compiler knows makes wide loads
@@ -91,15 +92,16 @@ def turn_heads(
             held = exists[:, None] & (both < DIM)[None, :]
             row = tl.load(from_row + both[None, :] * d_s, mask=held, other=0.0).to(tl.float32)
             x, y = tl.split(tl.reshape(row, (row.shape[0], BLOCK_P, 2)))
-            turned = tl.join(x * cos - y * sin, y * cos + x * sin)
+            turned = tl.join(tl.fma(x, cos, -(y * sin)), tl.fma(y, cos, x * sin))
             turned = tl.reshape(turned, (row.shape[0], 2 * BLOCK_P))
             tl.store(to_row + both[None, :] * d_o, turned.to(out.dtype.element_ty), mask=held)
         else:
             held = exists[:, None] & (pair < PAIRS)[None, :]
             x = tl.load(from_row + pair[None, :] * d_s, mask=held, other=0.0).to(tl.float32)
             y = tl.load(from_row + (PAIRS + pair)[None, :] * d_s, mask=held, other=0.0).to(tl.float32)
-            tl.store(to_row + pair[None, :] * d_o, (x * cos - y * sin).to(out.dtype.element_ty), mask=held)
-            tl.store(to_row + (PAIRS + pair)[None, :] * d_o, (y * cos + x * sin).to(out.dtype.element_ty), mask=held)
+            left, right = tl.fma(x, cos, -(y * sin)), tl.fma(y, cos, x * sin)
+            tl.store(to_row + pair[None, :] * d_o, left.to(out.dtype.element_ty), mask=held)
+            tl.store(to_row + (PAIRS + pair)[None, :] * d_o, right.to(out.dtype.element_ty), mask=held)
         if REST > 0:
             held = exists[:, None] & (tail < REST)[None, :]
             kept = tl.load(from_row + (DIM + tail)[None, :] * d_s, mask=held)
