@@ -49,12 +49,18 @@ Ours = Annotated[list[str] | None, typer.Option("--schedule", help="A GPU schedu
 
 @app.command(name="count")
 def count_command(schedule: Ours = None, only: Only = "", out: Out = None) -> None:
-    """Count the bytes of every case, kernel by kernel, and write them beside the model's."""
+    """Count the bytes of every case, kernel by kernel, and write them beside the model's.
+
+    Cases of the record that are not counted this time stay in it.
+    """
     chosen = _chosen(cases(_known(schedule)), only)
     device = _device()
     chosen = [case for case in chosen if runs(case, device)]
     counted = count([__file__, "run", *_options("--schedule", _known(schedule)), "--only", only])
-    _write(out, COUNTS, _record({"cases": [_entry(case, direction, counted) for case, direction in _parts(chosen)]}))
+    entries = [_entry(case, direction, counted) for case, direction in _parts(chosen)]
+    path = _folder(out) / COUNTS
+    before = json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
+    _write(out, COUNTS, _record({"cases": entries + _kept(before, entries)}))
     show(out)
 
 
@@ -177,8 +183,21 @@ def _record(measured: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def _kept(before: dict[str, Any] | None, entries: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The cases of an earlier record that were not counted again, each with the commit that it was counted at."""
+    counted = {(entry["name"], entry["direction"]) for entry in entries}
+    if before is None:
+        return []
+    kept = (case for case in before["cases"] if (case["name"], case["direction"]) not in counted)
+    return [{"commit": before["commit"], **case} for case in kept]
+
+
+def _folder(out: Path | None) -> Path:
+    return out or default_directory(read_machine("cuda"))
+
+
 def _write(out: Path | None, name: str, record: dict[str, Any]) -> None:
-    folder = out or default_directory(read_machine("cuda"))
+    folder = _folder(out)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / name).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 

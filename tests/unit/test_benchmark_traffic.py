@@ -122,6 +122,15 @@ def test_inside_the_forward_has_the_tile_of_the_case(traffic):
     assert tuned.choose(*question).tile == before
 
 
+def test_a_count_keeps_the_cases_that_it_does_not_count(traffic):
+    before = {"commit": "old", "cases": [{"name": name, "direction": "forward"} for name in ("a", "b")]}
+    again = [{"name": "a", "direction": "forward"}, {"name": "b", "direction": "backward"}]
+    kept = traffic._kept(before, again)
+    assert kept == [{"commit": "old", "name": "b", "direction": "forward"}]
+    assert traffic._kept({"commit": "new", "cases": again[1:] + kept}, again) == kept
+    assert traffic._kept(None, again) == []
+
+
 def test_the_record_agrees_with_the_model():
     """What the H200 counted: standard attention moves the eager list, each of our kernels every tensor once."""
     record = json.loads((RECORDS / "traffic.json").read_text())

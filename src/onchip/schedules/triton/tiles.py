@@ -90,7 +90,7 @@ TABLE = (
     Row(HOPPER, FORWARD, 64, 16, REGULAR, Tile(64, 64, 4, 3, 128), H200),
     Row(HOPPER, FORWARD, 64, 16, ("masked",), Tile(64, 64, 4, 3, 168)),
     Row(HOPPER, FORWARD, 64, 16, ("changed",), Tile(64, 64, 4, 3, 168), H200),
-    Row(HOPPER, FORWARD, 128, 16, ("plain", "masked"), Tile(128, 64, 8, 2, 128, tma=True)),
+    Row(HOPPER, FORWARD, 128, 16, ("plain", "masked"), Tile(128, 64, 8, 2, 128, tma=True), H200),
     Row(HOPPER, FORWARD, 128, 16, ("band",), Tile(64, 64, 4, 3), H200),
     Row(HOPPER, FORWARD, 128, 16, ("short",), Tile(64, 32, 4, 3), H200),
     Row(HOPPER, FORWARD, 128, 16, ("changed",), Tile(128, 64, 8, 3), H200),
