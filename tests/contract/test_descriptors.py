@@ -19,14 +19,15 @@ SPECS = [
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="on a GPU, tiles say where TMA is used")
+@pytest.mark.parametrize("schedule", ["triton"])
 @pytest.mark.parametrize("spec", SPECS, ids=str)
-def test_tiles_by_descriptors(spec, monkeypatch):
+def test_tiles_by_descriptors(spec, schedule, monkeypatch):
     maps, found = launch.Call.maps, []
     monkeypatch.setattr(launch.Call, "tile", lambda call, kernel: Tile(16, 32, 1, 1, tma=True))
     monkeypatch.setattr(launch.Call, "maps", lambda *given: found.append(maps(*given)) or found[-1])
     monkeypatch.setattr(tl, "inline_asm_elementwise", lambda text, constraints, given, **options: given[0])
     problem = build(spec, torch.float16)
     d_out, d_lse = oracle.cotangents(problem)
-    got = harness.attempt(problem, "triton", d_out, d_lse)
+    got = harness.attempt(problem, schedule, d_out, d_lse)
     assert len(found) >= 3 and all(one is not None for maps in found for one, _ in maps)
     oracle.assert_all_within_contract(got, problem, d_out, d_lse)
